@@ -1,0 +1,210 @@
+"""`Llama`: llama_cpp.Llama whose routed experts belong to edgemoe's ggml device.
+
+Everything but loading and the guard around decoding is llama-cpp-python's. Loading steps in at one place: the function with which its LlamaModel
+asks libllama for a model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from contextlib import contextmanager
+
+import llama_cpp
+from llama_cpp import _logger, llama_cpp as C
+
+from edgemoe import _native, machine
+from edgemoe.errors import ModelError, ModelFault
+from edgemoe.package import Source
+
+_pending = threading.local()
+_load_from_file = C.llama_model_load_from_file
+
+
+class _BufferOverride(ctypes.Structure):
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+def _load(path: bytes, params):
+    """Stands in for llama_model_load_from_file, for every caller in the process; only a load that edgemoe.Llama announced is changed."""
+    experts = getattr(_pending, "experts", None)
+    return experts.load(params) if experts else _load_from_file(path, params)
+
+
+C.llama_model_load_from_file = _load
+
+
+class _Experts:
+    """One opened model: its source, and the native side that owns the routed experts (none for a dense model)."""
+
+    def __init__(self, path: str, use_extra_bufts: bool):
+        self.use_extra_bufts = use_extra_bufts
+        self._ffi, self._lib = _native.load()
+        self.source = Source(path)
+        self.process = os.getpid()
+        self.handle = None
+        if self.source.kind != "dense":
+            self.handle = self._lib.edgemoe_model_open(self.source.release())
+            if not self.handle:
+                raise ModelError(f"{path}: {_native.last_error()}")
+
+    def load(self, params):
+        params.use_extra_bufts = self.use_extra_bufts
+        # The dense weights are always mapped: a package's second split has no bytes that could be read instead.
+        locked = params.load_mode in (C.LLAMA_LOAD_MODE_MLOCK, C.LLAMA_LOAD_MODE_MMAP_MLOCK)
+        params.load_mode = C.LLAMA_LOAD_MODE_MMAP_MLOCK if locked else C.LLAMA_LOAD_MODE_MMAP
+        files = [os.fsencode(f) for f in self.source.files]
+        if self.handle:
+            buffer_type = int(self._ffi.cast("uintptr_t", self._lib.edgemoe_model_buffer_type(self.handle)))
+            pattern = self._ffi.string(self._lib.edgemoe_expert_pattern())
+            overrides = (_BufferOverride * 2)(_BufferOverride(pattern, buffer_type), _BufferOverride(None, None))
+            params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+            ghost = self._lib.edgemoe_model_ghost(self.handle)
+            files += [self._ffi.string(ghost)] if ghost else []
+        if len(files) == 1:
+            model = _load_from_file(files[0], params)
+        else:
+            model = C.llama_model_load_from_splits((ctypes.c_char_p * len(files))(*files), len(files), params)
+        if model and self.handle:
+            self._lib.edgemoe_model_loaded(self.handle)
+        return model
+
+    def fault(self) -> str:
+        if os.getpid() != self.process:
+            return "this process was forked from the one that opened the model; open the model after the fork"
+        return _native.text(self._lib.edgemoe_model_fault(self.handle)) if self.handle else ""
+
+    def stats(self) -> dict[str, int]:
+        stats = self._ffi.new("struct edgemoe_stats *")
+        if self.handle:
+            self._lib.edgemoe_model_get_stats(self.handle, stats)
+        return {name: getattr(stats, name) for name, _ in self._ffi.typeof("struct edgemoe_stats").fields}
+
+    def close(self) -> None:
+        if self.handle and os.getpid() == self.process:
+            self._lib.edgemoe_model_close(self.handle)
+        self.handle = None
+
+
+@contextmanager
+def _announced(experts: _Experts):
+    """While it lasts, this thread's next load goes through `experts`, and libllama's error lines are kept: they hold the reason of a failure."""
+    reasons: list[str] = []
+
+    @C.llama_log_callback
+    def collect(level, line, user_data):
+        if level == 3:  # GGML_LOG_LEVEL_ERROR
+            reasons.append(line.decode(errors="replace").strip())
+        _logger.llama_log_callback(level, line, user_data)
+
+    C.llama_log_set(collect, ctypes.c_void_p(0))
+    _pending.experts = experts
+    try:
+        yield reasons
+    finally:
+        _pending.experts = None
+        C.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
+
+
+def _reason(lines: list[str]) -> str:
+    """The first error line without its function name; later ones only repeat that the load failed."""
+    return lines[0].split(": ", 1)[-1] if lines else "no reason given (verbose=True shows llama.cpp's log)"
+
+
+class Llama(llama_cpp.Llama):
+    """A llama_cpp.Llama, with the same constructor and calls. `model_path` is a GGUF (any shard of it) or an edgemoe package directory.
+
+    Differences: `n_threads` and `n_threads_batch` default to the physical cores that this process may use; dense weights are always mapped
+    (use_mmap=False is ignored). A dense model runs as in llama.cpp.
+
+    use_extra_bufts: let llama.cpp repack the dense weights at load. Off by default: a repacked copy is private memory, takes seconds, and rounds otherwise.
+
+    Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
+    """
+
+    def __init__(self, model_path: str | os.PathLike, *args, use_extra_bufts: bool = False, **kwargs):
+        kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
+        kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
+        path = os.fspath(model_path)
+        self._experts = _Experts(path, use_extra_bufts)
+        with _announced(self._experts) as reasons:
+            try:
+                super().__init__(path, *args, **kwargs)
+            except ValueError as e:
+                if not str(e).startswith("Failed to"):
+                    raise
+                raise ModelError(f"{path}: llama.cpp cannot load it: {_reason(reasons)}") from None
+        self._guard_decoding()
+
+    @property
+    def source(self) -> Source:
+        """What was opened: kind, layers, bytes per expert."""
+        return self._experts.source
+
+    def expert_stats(self) -> dict[str, int]:
+        """Counters since the model was opened: n_events, n_pairs (routed pairs), n_accesses (A: distinct experts per event), n_computed_on_cpu (C),
+        bytes_accessed, compute_us. All 0 for a dense model."""
+        return self._experts.stats()
+
+    def _guard_decoding(self) -> None:
+        """Every batch that is computed, for text or for embeddings, goes through self._ctx.decode."""
+        ffi, lib = _native.load()
+        address = int(ffi.cast("uintptr_t", ffi.addressof(lib, "edgemoe_interrupted")))
+        self._abort_callback = C.ggml_abort_callback(address)
+        C.llama_set_abort_callback(self._ctx.ctx, self._abort_callback, ctypes.c_void_p(0))
+        decode = self._ctx.decode
+
+        def guarded(batch):
+            self._raise_fault()
+            try:
+                with _interruptible(lib):
+                    decode(batch)
+            except RuntimeError:
+                self._raise_fault()
+                raise
+            self._raise_fault()
+
+        self._ctx.decode = guarded
+
+    def _raise_fault(self) -> None:
+        fault = self._experts.fault()
+        if fault:
+            raise ModelFault(f"{self.model_path}: {fault}")
+
+    def close(self) -> None:
+        experts = getattr(self, "_experts", None)
+        if experts and os.getpid() != experts.process:
+            # A forked child must not free what its parent's threads may have locked.
+            self._forget_parent()
+            return
+        if hasattr(self, "_stack"):
+            super().close()
+        if experts:
+            experts.close()
+
+    def _forget_parent(self) -> None:
+        for owner in (getattr(self, "_model", None), getattr(self, "_ctx", None), getattr(self, "_batch", None)):
+            if owner is not None:
+                owner._exit_stack.pop_all()
+        if hasattr(self, "_stack"):
+            self._stack.pop_all()
+
+
+@contextmanager
+def _interruptible(lib):
+    """Lets Ctrl-C end llama_decode between two nodes of its graph. Only where Ctrl-C means KeyboardInterrupt: a handler of the caller's own decides itself."""
+    watching = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not watching:
+        yield
+        return
+    lib.edgemoe_watch_interrupts(True)
+    try:
+        yield
+    except RuntimeError:
+        if lib.edgemoe_interrupted(_native.load()[0].NULL):
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        lib.edgemoe_watch_interrupts(False)

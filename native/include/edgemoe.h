@@ -1,0 +1,101 @@
+// The C border of edgemoe's native library. Python reads the declarations between the two cffi marks; there is no second copy of them.
+//
+// Errors: a function that can fail returns NULL or a negative number and leaves one line in edgemoe_last_error() (per thread).
+// Strings returned belong to the object they came from and live as long as it.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// --- cffi begin ---
+
+// A model on disk: a GGUF (one file or shards) or a package directory, opened and checked, nothing mapped yet.
+typedef struct edgemoe_source edgemoe_source;
+
+// A source whose experts are mapped and for which a ggml buffer type exists. Must outlive every llama_model loaded with that buffer type.
+typedef struct edgemoe_model edgemoe_model;
+
+enum edgemoe_kind { EDGEMOE_DENSE, EDGEMOE_STACKED, EDGEMOE_PACKAGE };
+
+struct edgemoe_source_info {
+    int      kind;                // enum edgemoe_kind
+    uint32_t n_files;             // splits that libllama is given
+    uint32_t n_layers;            // layers with routed experts
+    uint64_t expert_bytes;        // all routed experts
+    uint64_t dense_bytes;         // everything else that llama.cpp loads
+    const char * architecture;
+    const char * fingerprint;     // of the package's source; "" for a GGUF
+};
+
+struct edgemoe_layer_info {
+    uint32_t layer;               // index in the model: blk.<layer>
+    uint32_t n_expert;
+    uint32_t n_projections;
+    uint64_t bytes_per_expert;
+};
+
+struct edgemoe_projection_info {
+    const char * name;            // of the stacked tensor
+    const char * type;            // ggml's name
+    int64_t  n_in;                // length of a row
+    int64_t  n_out;               // rows of one expert
+    uint64_t bytes;               // of one expert
+};
+
+// Counted since the model was opened. An event is one layer in one step, with the set of distinct experts that all its tokens need.
+struct edgemoe_stats {
+    uint64_t n_events;
+    uint64_t n_pairs;             // routed (token, expert) pairs
+    uint64_t n_accesses;          // A: distinct experts, summed over the events
+    uint64_t n_computed_on_cpu;   // C: of these, computed on the CPU where they lie
+    uint64_t bytes_accessed;      // A in bytes
+    uint64_t compute_us;          // inside the expert products
+};
+
+const char * edgemoe_last_error(void);
+
+// One line that says why this ggml cannot be used, or NULL.
+const char * edgemoe_check_ggml(int api_version, const char * version);
+
+// Registers the device with the ggml that this library is bound to. Idempotent. 0, or -1.
+int edgemoe_init(void);
+
+edgemoe_source * edgemoe_source_open(const char * path);
+void             edgemoe_source_close(edgemoe_source * source);
+void             edgemoe_source_get_info(const edgemoe_source * source, struct edgemoe_source_info * info);
+const char *     edgemoe_source_file(const edgemoe_source * source, uint32_t index);
+int              edgemoe_source_get_layer(const edgemoe_source * source, uint32_t index, struct edgemoe_layer_info * info);
+int              edgemoe_source_get_projection(const edgemoe_source * source, uint32_t index, uint32_t projection, struct edgemoe_projection_info * info);
+// Reads one projection of one expert into dst, which has room for its bytes. 0, or -1.
+int              edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t projection, uint32_t expert, void * dst);
+
+// Takes the source over, also on failure. The source stays readable through edgemoe_model_source.
+edgemoe_model *        edgemoe_model_open(edgemoe_source * source);
+void                   edgemoe_model_close(edgemoe_model * model);
+const edgemoe_source * edgemoe_model_source(const edgemoe_model * model);
+// A ggml_backend_buffer_type_t for llama_model_tensor_buft_override, and the pattern that goes with it.
+void *                 edgemoe_model_buffer_type(edgemoe_model * model);
+const char *           edgemoe_expert_pattern(void);
+// A package: path of the second split for llama_model_load_from_splits (after edgemoe_source_file 0). NULL for a GGUF.
+const char *           edgemoe_model_ghost(edgemoe_model * model);
+// To be called once libllama has loaded: its own mappings of the model's files are guarded against truncation too.
+int                    edgemoe_model_loaded(edgemoe_model * model);
+// NULL, or one line: what made the last results unusable (a file cut while running, a fork, a bad expert id).
+const char *           edgemoe_model_fault(edgemoe_model * model);
+void                   edgemoe_model_get_stats(const edgemoe_model * model, struct edgemoe_stats * stats);
+
+// Ctrl-C inside llama_decode: between watch(true) and watch(false) SIGINT also sets a flag that edgemoe_interrupted reads. It is a
+// ggml_abort_callback; its argument is ignored. The handler that was installed before (Python's) still runs.
+void edgemoe_watch_interrupts(bool on);
+bool edgemoe_interrupted(void * unused);
+
+// --- cffi end ---
+
+#ifdef __cplusplus
+}
+#endif

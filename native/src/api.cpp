@@ -1,0 +1,165 @@
+// The C border. Exceptions from below become a return code and one line of text here, and nowhere else.
+
+#include "edgemoe.h"
+
+#include "backend.h"
+
+#include <stdexcept>
+#include <string>
+
+using namespace edgemoe;
+
+struct edgemoe_source {
+    std::unique_ptr<source> owned;   // empty once a model has taken it over
+    const source *          s;
+};
+
+struct edgemoe_model {
+    std::unique_ptr<model> m;
+    edgemoe_source         view;    // of the model's own source
+    std::string            fault;
+};
+
+static thread_local std::string last_error;
+
+template <typename F> static auto guarded(F && body, decltype(body()) failed) -> decltype(body()) {
+    try {
+        return body();
+    } catch (const std::bad_alloc &) {
+        last_error = "out of memory";
+    } catch (const std::exception & e) {
+        last_error = e.what();
+    }
+    return failed;
+}
+
+static const expert_layer & layer_at(const edgemoe_source * source, uint32_t index) {
+    if (index >= source->s->layers.size()) {
+        throw std::out_of_range("layer index " + std::to_string(index) + ", wanted less than " + std::to_string(source->s->layers.size()));
+    }
+    return source->s->layers[index];
+}
+
+static const projection & projection_at(const expert_layer & layer, uint32_t index) {
+    if (index >= layer.projections.size()) {
+        throw std::out_of_range("projection index " + std::to_string(index) + ", wanted less than " + std::to_string(layer.projections.size()));
+    }
+    return layer.projections[index];
+}
+
+extern "C" {
+
+const char * edgemoe_last_error(void) { return last_error.c_str(); }
+
+const char * edgemoe_check_ggml(int api_version, const char * version) {
+    static thread_local std::string problem;
+    problem = check_ggml(api_version, version);
+    return problem.empty() ? nullptr : problem.c_str();
+}
+
+int edgemoe_init(void) {
+    return guarded([] { register_device(); return 0; }, -1);
+}
+
+edgemoe_source * edgemoe_source_open(const char * path) {
+    return guarded([&] {
+        auto s = source::open(path);
+        const source * view = s.get();
+        return new edgemoe_source { std::move(s), view };
+    }, nullptr);
+}
+
+void edgemoe_source_close(edgemoe_source * source) { delete source; }
+
+void edgemoe_source_get_info(const edgemoe_source * source, edgemoe_source_info * info) {
+    const auto & s = *source->s;
+    *info = {};
+    info->kind     = s.kind == source_kind::dense ? EDGEMOE_DENSE : s.kind == source_kind::stacked ? EDGEMOE_STACKED : EDGEMOE_PACKAGE;
+    info->n_files  = (uint32_t) s.files.size();
+    info->n_layers = (uint32_t) s.layers.size();
+    for (const expert_layer & layer : s.layers) {
+        info->expert_bytes += (uint64_t) layer.n_expert * layer.bytes_per_expert();
+    }
+    info->dense_bytes  = s.dense_bytes;
+    info->architecture = s.architecture.c_str();
+    info->fingerprint  = s.fingerprint.c_str();
+}
+
+const char * edgemoe_source_file(const edgemoe_source * source, uint32_t index) {
+    return index < source->s->files.size() ? source->s->files[index].path.c_str() : nullptr;
+}
+
+int edgemoe_source_get_layer(const edgemoe_source * source, uint32_t index, edgemoe_layer_info * info) {
+    return guarded([&] {
+        const expert_layer & layer = layer_at(source, index);
+        *info = { layer.index, layer.n_expert, (uint32_t) layer.projections.size(), layer.bytes_per_expert() };
+        return 0;
+    }, -1);
+}
+
+int edgemoe_source_get_projection(const edgemoe_source * source, uint32_t index, uint32_t projection, edgemoe_projection_info * info) {
+    return guarded([&] {
+        const auto & p = projection_at(layer_at(source, index), projection);
+        *info = { p.name.c_str(), ggml_type_name(p.type), p.n_in, p.n_out, p.bytes };
+        return 0;
+    }, -1);
+}
+
+int edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t projection, uint32_t expert, void * dst) {
+    return guarded([&] {
+        const expert_layer & layer = layer_at(source, index);
+        if (expert >= layer.n_expert) {
+            throw std::out_of_range("expert " + std::to_string(expert) + ", wanted less than " + std::to_string(layer.n_expert));
+        }
+        source->s->read(layer, projection_at(layer, projection), expert, dst);
+        return 0;
+    }, -1);
+}
+
+edgemoe_model * edgemoe_model_open(edgemoe_source * source) {
+    return guarded([&] {
+        const std::unique_ptr<edgemoe_source> taken(source);
+        if (!taken->owned) {
+            throw std::logic_error("this source already belongs to a model");
+        }
+        register_device();
+        auto opened = std::make_unique<edgemoe_model>();
+        opened->m      = std::make_unique<model>(std::move(taken->owned));
+        opened->view.s = opened->m->src.get();
+        return opened.release();
+    }, nullptr);
+}
+
+void edgemoe_model_close(edgemoe_model * model) { delete model; }
+
+const edgemoe_source * edgemoe_model_source(const edgemoe_model * model) { return &model->view; }
+
+void * edgemoe_model_buffer_type(edgemoe_model * model) { return model->m->buffer_type(); }
+
+const char * edgemoe_model_ghost(edgemoe_model * model) {
+    static thread_local std::string path;
+    path = model->m->ghost_path();
+    return path.empty() ? nullptr : path.c_str();
+}
+
+const char * edgemoe_expert_pattern(void) { return expert_pattern(); }
+
+int edgemoe_model_loaded(edgemoe_model * model) {
+    return guarded([&] { model->m->loaded(); return 0; }, -1);
+}
+
+const char * edgemoe_model_fault(edgemoe_model * model) {
+    model->fault = model->m->fault();
+    return model->fault.empty() ? nullptr : model->fault.c_str();
+}
+
+void edgemoe_model_get_stats(const edgemoe_model * model, edgemoe_stats * stats) {
+    const counters & c = model->m->weights.count;
+    *stats = { c.n_events, c.n_pairs, c.n_accesses, c.n_computed_on_cpu, c.bytes_accessed, c.compute_us };
+}
+
+void edgemoe_watch_interrupts(bool on) { watch_interrupts(on); }
+
+bool edgemoe_interrupted(void *) { return interrupted(); }
+
+} // extern "C"

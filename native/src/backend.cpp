@@ -1,0 +1,308 @@
+// The tables that make edgemoe a ggml device of type ACCEL: llama.cpp adds such a device to every context, places the routed experts in its
+// buffer type when told to (tensor_buft_overrides), and sends it the nodes that it claims.
+
+#include "backend.h"
+
+#include "ggml_abi.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include <sys/mman.h>
+
+extern "C" {
+GGML_API ggml_backend_buffer_t ggml_backend_buffer_init(ggml_backend_buffer_type_t, struct ggml_backend_buffer_i, void *, size_t);
+}
+
+namespace edgemoe {
+
+// --- buffer type and buffer ---
+// A buffer holds libllama's stacked expert tensors. They are stand-ins: address space without bytes, since the bytes are in the store. Other tensors
+// that land here (an adapter's, for an expert) are ordinary host memory.
+
+static const char * const NAME = "EdgeMoE";
+
+static ggml_backend_device device;
+
+static model & model_of(ggml_backend_buffer_type_t buft) { return *(model *) buft->context; }
+
+struct buffer_memory {
+    explicit buffer_memory(size_t size) : bytes(size ? size : 1) {
+        // NORESERVE: never touched for stand-ins, so it costs nothing.
+        base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    }
+    ~buffer_memory() {
+        if (base != MAP_FAILED) {
+            munmap(base, bytes);
+        }
+    }
+    void * base;
+    size_t bytes;
+};
+
+static const expert_tensor * expert_of(const ggml_tensor * t) {
+    return t->extra ? (const expert_tensor *) t->extra : nullptr;
+}
+
+static void buffer_free(ggml_backend_buffer_t buffer) { delete (buffer_memory *) buffer->context; }
+
+static void * buffer_base(ggml_backend_buffer_t buffer) { return ((buffer_memory *) buffer->context)->base; }
+
+static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t) {
+    model & m = model_of(buffer->buft);
+    const expert_tensor * expert = m.weights.find(t->name);
+    if (!expert) {
+        return GGML_STATUS_SUCCESS;
+    }
+    if (expert->tensor->type != t->type || !ggml_are_same_shape(expert->tensor, t)) {
+        m.weights.set_fault(std::string(t->name) + ": llama.cpp asks for another shape than the file has");
+        return GGML_STATUS_FAILED;
+    }
+    t->extra = (void *) expert;
+    return GGML_STATUS_SUCCESS;
+}
+
+static void buffer_memset(ggml_backend_buffer_t, ggml_tensor * t, uint8_t value, size_t offset, size_t size) {
+    if (!expert_of(t)) {
+        memset((char *) t->data + offset, value, size);
+    }
+}
+
+static void buffer_set(ggml_backend_buffer_t, ggml_tensor * t, const void * data, size_t offset, size_t size) {
+    // For an expert there is nothing to do: the store has it. With a package `data` points into a hole that must not be read.
+    if (!expert_of(t)) {
+        memcpy((char *) t->data + offset, data, size);
+    }
+}
+
+static void buffer_get(ggml_backend_buffer_t, const ggml_tensor * t, void * data, size_t offset, size_t size) {
+    const expert_tensor * expert = expert_of(t);
+    if (!expert) {
+        memcpy(data, (const char *) t->data + offset, size);
+        return;
+    }
+    // Back from strided to stacked, one expert at a time.
+    const ggml_tensor * w = expert->tensor;
+    const size_t per_expert = ggml_row_size(w->type, w->ne[0]) * (size_t) w->ne[1];
+    for (size_t done = 0; done < size;) {
+        const size_t e = (offset + done) / per_expert, within = (offset + done) % per_expert;
+        const size_t n = std::min(per_expert - within, size - done);
+        memcpy((char *) data + done, (const char *) w->data + e * w->nb[2] + within, n);
+        done += n;
+    }
+}
+
+static void buffer_clear(ggml_backend_buffer_t, uint8_t) {}
+
+static const char * buft_name(ggml_backend_buffer_type_t buft) {
+    // libllama asks for the name when it places a tensor: after it has checked the sizes of its files, before it maps them. The last moment to
+    // drop the hole of the ghost (see ghost_file).
+    model & m = model_of(buft);
+    if (m.ghost) {
+        m.ghost->drop_hole();
+    }
+    return NAME;
+}
+
+static ggml_backend_buffer_t buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    auto memory = std::make_unique<buffer_memory>(size);
+    if (memory->base == MAP_FAILED) {
+        return nullptr;
+    }
+    ggml_backend_buffer_i table = {};
+    table.free_buffer   = buffer_free;
+    table.get_base      = buffer_base;
+    table.init_tensor   = buffer_init_tensor;
+    table.memset_tensor = buffer_memset;
+    table.set_tensor    = buffer_set;
+    table.get_tensor    = buffer_get;
+    table.clear         = buffer_clear;
+    return ggml_backend_buffer_init(buft, table, memory.release(), size);
+}
+
+static size_t buft_alignment(ggml_backend_buffer_type_t) { return 64; }
+
+// Not host memory: otherwise llama.cpp would let other backends read the tensors directly.
+static bool buft_is_host(ggml_backend_buffer_type_t) { return false; }
+
+static bool is_ours(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_name == buft_name; }
+
+// --- model ---
+
+struct model::ggml_side {
+    ggml_backend_buffer_type buft;
+};
+
+model::model(std::unique_ptr<source> s) : src(std::move(s)), bytes(*src), weights(*src, bytes), ggml(std::make_unique<ggml_side>()) {
+    if (src->kind == source_kind::package) {
+        ghost = std::make_unique<ghost_file>(src->ghost_header, src->ghost_bytes);
+    }
+    ggml->buft = { { buft_name, buft_alloc, buft_alignment, nullptr, nullptr, buft_is_host }, &device, this };
+}
+
+model::~model() = default;
+
+void * model::buffer_type() { return &ggml->buft; }
+
+void model::loaded() {
+    for (const file & f : src->files) {
+        dense.add(f.path);
+    }
+}
+
+std::string model::fault() {
+    if (dense.lost()) {
+        weights.set_fault("a file of the model was cut while the model was running; restore it and open the model again");
+    }
+    weights.usable();
+    return weights.fault();
+}
+
+// --- backend ---
+
+static executor::owned lookup_weight(const ggml_tensor * t) {
+    if (t->buffer && is_ours(t->buffer->buft) && expert_of(t)) {
+        return { expert_of(t), &model_of(t->buffer->buft).weights };
+    }
+    return { nullptr, nullptr };
+}
+
+static executor & executor_of(ggml_backend_t backend) { return *(executor *) backend->context; }
+
+static const char * backend_name(ggml_backend_t) { return NAME; }
+
+static void backend_free(ggml_backend_t backend) {
+    delete (executor *) backend->context;
+    delete backend;
+}
+
+static ggml_status backend_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    return executor_of(backend).compute(graph, lookup_weight);
+}
+
+static void backend_set_n_threads(ggml_backend_t backend, int n) { executor_of(backend).set_n_threads(n); }
+
+static void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callback callback, void * data) {
+    executor_of(backend).set_abort_callback(callback, data);
+}
+
+// --- device ---
+
+static const char * device_name(ggml_backend_dev_t) { return NAME; }
+
+static const char * device_description(ggml_backend_dev_t) { return "routed experts, computed where they lie"; }
+
+static void device_memory(ggml_backend_dev_t, size_t * free, size_t * total) { *free = *total = 0; }
+
+static enum ggml_backend_dev_type device_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
+
+static void device_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    *props = {};
+    props->name        = device_name(dev);
+    props->description = device_description(dev);
+    props->type        = device_type(dev);
+}
+
+static ggml_backend_t device_init(ggml_backend_dev_t dev, const char *) {
+    static uint8_t guid[16] = { 0xed, 0x6e, 0x30, 0xe0, 0x5a, 0x17, 0x4c, 0x02, 0x9b, 0x3e, 0x71, 0x88, 0x20, 0x26, 0x11, 0x30 };
+    ggml_backend_i table = {};
+    table.get_name      = backend_name;
+    table.free          = backend_free;
+    table.graph_compute = backend_compute;
+    try {
+        auto e = std::make_unique<executor>();
+        return new ggml_backend { &guid, table, dev, e.release() };
+    } catch (const std::exception &) {
+        return nullptr;
+    }
+}
+
+static ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t) { return ggml_backend_cpu_buffer_type(); }
+
+// The expert product whose result `t` is, possibly after a bias, a scale or an activation; NULL when there is none.
+static const ggml_tensor * product_behind(const ggml_tensor * t) {
+    for (int depth = 0; t && depth < 16; depth++) {
+        switch (t->op) {
+            case GGML_OP_MUL_MAT_ID:
+                return t->src[0]->buffer && is_ours(t->src[0]->buffer->buft) ? t : nullptr;
+            case GGML_OP_ADD_ID: case GGML_OP_GLU: case GGML_OP_UNARY: case GGML_OP_SQR: case GGML_OP_MUL: case GGML_OP_CLAMP: case GGML_OP_SCALE:
+            case GGML_OP_VIEW: case GGML_OP_RESHAPE:
+                t = t->src[0];
+                break;
+            default:
+                return nullptr;
+        }
+    }
+    return nullptr;
+}
+
+// The products themselves and what lies between them, so that a layer is one piece of the graph. What follows the last product (its weighting by the
+// router) is left where the rest of the model runs.
+static bool device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    switch (op->op) {
+        case GGML_OP_NONE: case GGML_OP_RESHAPE: case GGML_OP_VIEW: case GGML_OP_PERMUTE: case GGML_OP_TRANSPOSE:
+            return true;
+        case GGML_OP_MUL_MAT_ID:
+            return product_behind(op) != nullptr;
+        case GGML_OP_ADD_ID:
+            return product_behind(op->src[0]) != nullptr;
+        case GGML_OP_GLU: case GGML_OP_UNARY: case GGML_OP_SQR: case GGML_OP_MUL: case GGML_OP_CLAMP: case GGML_OP_SCALE: {
+            const ggml_tensor * product = product_behind(op->src[0]);
+            return product && !strstr(product->src[0]->name, "ffn_down_exps");
+        }
+        default:
+            return false;
+    }
+}
+
+static bool device_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) {
+    return is_ours(buft) || ggml_backend_buft_is_host(buft);
+}
+
+// --- registration ---
+
+static const char * reg_name(ggml_backend_reg_t) { return NAME; }
+
+static size_t reg_device_count(ggml_backend_reg_t) { return 1; }
+
+static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t) { return &device; }
+
+static void * reg_function(ggml_backend_reg_t, const char * name) {
+    if (!strcmp(name, "ggml_backend_set_n_threads")) {
+        return (void *) backend_set_n_threads;
+    }
+    if (!strcmp(name, "ggml_backend_set_abort_callback")) {
+        return (void *) backend_set_abort_callback;
+    }
+    return nullptr;
+}
+
+std::string check_ggml(int api_version, const std::string & version) {
+    if (api_version == EDGEMOE_GGML_API_VERSION && version == EDGEMOE_GGML_VERSION) {
+        return "";
+    }
+    return "edgemoe needs ggml " EDGEMOE_GGML_VERSION " (backend API " + std::to_string(EDGEMOE_GGML_API_VERSION) + "), found ggml " + version + " (backend API " +
+        std::to_string(api_version) + "): pip install llama-cpp-python==0.3.36";
+}
+
+void register_device() {
+    static ggml_backend_reg reg = { EDGEMOE_GGML_API_VERSION, { reg_name, reg_device_count, reg_device, reg_function }, nullptr };
+    if (device.reg) {
+        return;
+    }
+    const ggml_backend_reg_t cpu = ggml_backend_reg_by_name("CPU");
+    if (!cpu) {
+        throw std::runtime_error("this llama-cpp-python has no CPU backend");
+    }
+    const std::string problem = check_ggml(cpu->api_version, ggml_version());
+    if (!problem.empty()) {
+        throw std::runtime_error(problem);
+    }
+    device.iface = { device_name, device_description, device_memory, device_type, device_props, device_init, device_buffer_type, nullptr, nullptr,
+                     device_supports_op, device_supports_buft, nullptr, nullptr, nullptr, nullptr };
+    device.reg   = &reg;
+    ggml_backend_register(&reg);
+}
+
+} // namespace edgemoe

@@ -1,0 +1,42 @@
+// The ggml device: its registration, and one buffer type per model.
+#pragma once
+
+#include "executor.h"
+
+#include <memory>
+#include <string>
+
+namespace edgemoe {
+
+// Empty, or one line that says why a ggml with this API and version cannot be used.
+std::string check_ggml(int api_version, const std::string & version);
+
+// Registers the device with the ggml in this process; throws when that ggml is another one than we were built for. Idempotent.
+void register_device();
+
+// One opened model. libllama holds buffers of its buffer type, so it must outlive the llama_model.
+struct model {
+    explicit model(std::unique_ptr<source> s);
+    ~model();
+
+    // Guards libllama's own mappings too.
+    void loaded();
+    // Empty, or why the last results are worthless.
+    std::string fault();
+    void * buffer_type();   // a ggml_backend_buffer_type_t
+
+    std::unique_ptr<source> src;
+
+    std::string ghost_path() const { return ghost ? ghost->path() : ""; }
+
+    store                       bytes;
+    expert_weights              weights;
+    std::unique_ptr<ghost_file> ghost;      // package only
+
+private:
+    struct ggml_side;
+    std::unique_ptr<ggml_side> ggml;
+    foreign_mappings           dense;
+};
+
+} // namespace edgemoe

@@ -1,0 +1,281 @@
+#include "file.h"
+
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace edgemoe {
+
+size_t page_size() {
+    static const size_t size = (size_t) sysconf(_SC_PAGESIZE);
+    return size;
+}
+
+[[noreturn]] static void fail(const std::string & path, const char * what) {
+    throw std::runtime_error(path + ": " + what + ": " + strerror(errno));
+}
+
+file::file(const std::string & path) : path(path) {
+    fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) {
+        fail(path, "cannot be opened");
+    }
+    struct stat st;
+    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+        close(fd);
+        throw std::runtime_error(path + ": not a regular file");
+    }
+    bytes = (uint64_t) st.st_size;
+}
+
+file::file(int fd, const std::string & path) : path(path), fd(fd) {}
+
+file::file(file && other) noexcept : path(std::move(other.path)), fd(other.fd), bytes(other.bytes) {
+    other.fd = -1;
+}
+
+file::~file() {
+    if (fd >= 0) {
+        close(fd);
+    }
+}
+
+void file::read(void * dst, size_t n, uint64_t offset) const {
+    size_t done = 0;
+    while (done < n) {
+        const ssize_t got = pread(fd, (char *) dst + done, n - done, (off_t) (offset + done));
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got < 0) {
+            fail(path, "cannot be read");
+        }
+        if (got == 0) {
+            throw std::runtime_error(path + ": file ends at " + std::to_string(offset + done) + ", wanted " + std::to_string(offset + n) + " bytes");
+        }
+        done += (size_t) got;
+    }
+}
+
+static int memory_descriptor() {
+#ifdef __linux__
+    const int fd = memfd_create("edgemoe-ghost", MFD_CLOEXEC);
+#else
+    char name[] = "/tmp/edgemoe-ghost-XXXXXX";
+    const int fd = mkstemp(name);
+    if (fd >= 0) {
+        unlink(name);
+    }
+#endif
+    if (fd < 0) {
+        fail("memory file", "cannot be made");
+    }
+    return fd;
+}
+
+ghost_file::ghost_file(const std::string & content, uint64_t bytes) : memory(memory_descriptor(), "memory file"), content_bytes(content.size()) {
+    if (pwrite(memory.fd, content.data(), content.size(), 0) != (ssize_t) content.size() || ftruncate(memory.fd, (off_t) bytes) != 0) {
+        fail(memory.path, "cannot be written");
+    }
+}
+
+void ghost_file::drop_hole() {
+    if (ftruncate(memory.fd, (off_t) content_bytes) != 0) {
+        fail(memory.path, "cannot be cut");
+    }
+}
+
+std::string ghost_file::path() const {
+#ifdef __linux__
+    return "/proc/self/fd/" + std::to_string(memory.fd);
+#else
+    return "/dev/fd/" + std::to_string(memory.fd);
+#endif
+}
+
+// --- guarded mappings ---
+// The table is global because a signal handler has nothing else to reach it by. A slot is free while `end` is 0; `begin` is written before `end`.
+
+namespace {
+
+struct guard_slot {
+    std::atomic<uintptr_t> begin{0};
+    std::atomic<uintptr_t> end{0};
+    std::atomic<bool>      lost{false};
+};
+
+constexpr int N_GUARDS = 1024;
+guard_slot       guards[N_GUARDS];
+std::mutex       guards_mutex;
+struct sigaction previous_sigbus;
+
+void on_sigbus(int signal, siginfo_t * info, void * context) {
+    const uintptr_t address = (uintptr_t) info->si_addr;
+    bool guarded = false;
+    for (guard_slot & g : guards) {
+        if (address >= g.begin.load() && address < g.end.load()) {
+            g.lost.store(true);
+            guarded = true;
+        }
+    }
+    void * page = (void *) (address / page_size() * page_size());
+    // mmap is a plain system call here: safe in a handler. The faulting instruction then runs again and reads zeros.
+    if (guarded && mmap(page, page_size(), PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED) {
+        return;
+    }
+    // Not ours: hand it to whoever was there before.
+    if (previous_sigbus.sa_flags & SA_SIGINFO) {
+        previous_sigbus.sa_sigaction(signal, info, context);
+    } else if (previous_sigbus.sa_handler != SIG_DFL && previous_sigbus.sa_handler != SIG_IGN) {
+        previous_sigbus.sa_handler(signal);
+    } else {
+        sigaction(SIGBUS, &previous_sigbus, nullptr);
+    }
+}
+
+int add_guard(const void * begin, size_t bytes) {
+    std::lock_guard<std::mutex> lock(guards_mutex);
+    // Asked each time: another library may have put its own handler over ours meanwhile.
+    struct sigaction current;
+    sigaction(SIGBUS, nullptr, &current);
+    if (!(current.sa_flags & SA_SIGINFO) || current.sa_sigaction != on_sigbus) {
+        page_size();   // its first call must not happen inside the handler
+        previous_sigbus = current;
+        struct sigaction ours = {};
+        ours.sa_sigaction = on_sigbus;
+        ours.sa_flags     = SA_SIGINFO | SA_ONSTACK;
+        sigemptyset(&ours.sa_mask);
+        sigaction(SIGBUS, &ours, nullptr);
+    }
+    for (int i = 0; i < N_GUARDS; i++) {
+        if (guards[i].end.load() == 0) {
+            guards[i].lost.store(false);
+            guards[i].begin.store((uintptr_t) begin);
+            guards[i].end.store((uintptr_t) begin + bytes);
+            return i;
+        }
+    }
+    throw std::runtime_error("too many models open in one process: " + std::to_string(N_GUARDS) + " mappings are guarded");
+}
+
+void remove_guard(int i) {
+    guards[i].end.store(0);
+}
+
+} // namespace
+
+region::region(size_t n) : bytes(round_up(n, page_size())) {
+    // Address space only. What no file is mapped over stays without access, so a wrong offset is noticed at once.
+    void * address = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED) {
+        fail(std::to_string(bytes) + " bytes of address space", "cannot be reserved");
+    }
+    begin = (char *) address;
+    guard = add_guard(begin, bytes);
+}
+
+region::~region() {
+    remove_guard(guard);
+    munmap(begin, bytes);
+}
+
+void region::map(size_t offset, const file & f, size_t length) {
+    if (mmap(begin + offset, length, PROT_READ, MAP_SHARED | MAP_FIXED, f.fd, 0) == MAP_FAILED) {
+        if (errno == ENOMEM) {
+            throw std::runtime_error(f.path + ": cannot be mapped: the process has too many mappings (raise it: sysctl vm.max_map_count=262144)");
+        }
+        fail(f.path, "cannot be mapped");
+    }
+}
+
+bool region::lost() const {
+    return guards[guard].lost.load();
+}
+
+foreign_mappings::~foreign_mappings() {
+    for (int i = 0; i < n; i++) {
+        remove_guard(guards[i]);
+    }
+}
+
+void foreign_mappings::add(const std::string & path) {
+#ifdef __linux__
+    struct stat st;
+    FILE * maps = fopen("/proc/self/maps", "r");
+    if (!maps || stat(path.c_str(), &st) != 0) {
+        if (maps) {
+            fclose(maps);
+        }
+        return;   // without /proc the dense weights are unguarded, as in llama.cpp itself
+    }
+    char line[8192];
+    while (fgets(line, sizeof(line), maps) && n < MAX) {
+        unsigned long begin, end, inode;
+        if (sscanf(line, "%lx-%lx %*s %*s %*s %lu", &begin, &end, &inode) == 3 && inode == (unsigned long) st.st_ino) {
+            guards[n++] = add_guard((void *) begin, end - begin);
+        }
+    }
+    fclose(maps);
+#else
+    (void) path;
+#endif
+}
+
+bool foreign_mappings::lost() const {
+    for (int i = 0; i < n; i++) {
+        if (edgemoe::guards[guards[i]].lost.load()) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int64_t process_id() {
+    return (int64_t) getpid();
+}
+
+// --- Ctrl-C ---
+
+static std::atomic<bool> interrupt_seen{false};
+static struct sigaction  previous_sigint;
+
+static void on_sigint(int signal, siginfo_t * info, void * context) {
+    interrupt_seen.store(true);
+    if (previous_sigint.sa_flags & SA_SIGINFO) {
+        previous_sigint.sa_sigaction(signal, info, context);
+    } else if (previous_sigint.sa_handler != SIG_DFL && previous_sigint.sa_handler != SIG_IGN) {
+        previous_sigint.sa_handler(signal);
+    }
+}
+
+void watch_interrupts(bool on) {
+    struct sigaction current;
+    sigaction(SIGINT, nullptr, &current);
+    const bool ours = (current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_sigint;
+    interrupt_seen.store(false);
+    if (on && !ours) {
+        previous_sigint = current;
+        struct sigaction watching = {};
+        watching.sa_sigaction = on_sigint;
+        watching.sa_flags     = SA_SIGINFO | SA_RESTART;
+        sigemptyset(&watching.sa_mask);
+        sigaction(SIGINT, &watching, nullptr);
+    } else if (!on && ours) {
+        sigaction(SIGINT, &previous_sigint, nullptr);
+    }
+}
+
+bool interrupted() {
+    return interrupt_seen.load(std::memory_order_relaxed);
+}
+
+} // namespace edgemoe

@@ -1,0 +1,56 @@
+// The expert source: where the bytes of projection p of expert e in layer l lie, for a stacked GGUF (one file or shards) and for a package alike.
+// Opening checks everything that can be checked without reading weights; after it, a location is valid as long as nobody changes the files.
+#pragma once
+
+#include "gguf_file.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace edgemoe {
+
+enum class source_kind { dense, stacked, package };
+
+struct projection {
+    std::string name;         // of the stacked tensor
+    ggml_type   type;
+    int64_t     n_in, n_out;  // row length and rows of one expert
+    size_t      bytes;        // of one expert
+    uint64_t    offset;       // stacked: of expert 0 in its file; package: in every blob of the layer
+    uint32_t    shard = 0;    // stacked: index into files
+};
+
+struct expert_layer {
+    uint32_t                index;       // blk.<index>
+    uint32_t                n_expert;
+    std::vector<projection> projections;
+    uint64_t                blob_bytes = 0;   // package only
+
+    size_t bytes_per_expert() const;
+};
+
+struct source {
+    static std::unique_ptr<source> open(const std::string & path);
+
+    std::string blob_path(const expert_layer & layer, uint32_t expert) const;
+    // Reads one projection of one expert into `dst`.
+    void read(const expert_layer & layer, const projection & p, uint32_t expert, void * dst) const;
+
+    source_kind               kind = source_kind::dense;
+    std::string               path;
+    std::string               architecture;
+    std::string               fingerprint;    // package: of its source
+    std::vector<file>         files;          // what libllama maps: the shards, or model.gguf
+    std::string               ghost_header;   // package
+    uint64_t                  ghost_bytes = 0;
+    std::vector<expert_layer> layers;
+    uint64_t                  dense_bytes = 0;
+};
+
+// The names of routed expert weights, as a regular expression for llama.cpp's buffer type overrides.
+const char * expert_pattern();
+
+} // namespace edgemoe

@@ -1,0 +1,32 @@
+// The bytes of all experts, mapped where they lie: nothing is copied, the page cache is shared with every other process that reads the files.
+#pragma once
+
+#include "source.h"
+
+#include <memory>
+#include <vector>
+
+namespace edgemoe {
+
+// Expert e of a projection starts at base + e * stride.
+struct expert_view {
+    const char * base;
+    size_t       stride;
+};
+
+struct store {
+    explicit store(const source & s);
+
+    expert_view view(size_t layer, size_t projection) const { return views[layer][projection]; }
+    // True once a mapped file has lost bytes; what was computed since is worthless.
+    bool lost() const { return mapped.lost(); }
+
+private:
+    void map_package(const source & s);
+    void map_stacked(const source & s);
+
+    region mapped;
+    std::vector<std::vector<expert_view>> views;
+};
+
+} // namespace edgemoe
