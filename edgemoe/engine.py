@@ -12,12 +12,15 @@ import signal
 import threading
 from contextlib import contextmanager
 
+import jinja2
 import llama_cpp
 from llama_cpp import _logger, llama_cpp as C
+from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from edgemoe import _native, machine
 from edgemoe.errors import ModelError, ModelFault
 from edgemoe.package import Source
+from edgemoe.tokenizer import WholePieceTokenizer
 
 _pending = threading.local()
 _load_from_file = C.llama_model_load_from_file
@@ -28,12 +31,39 @@ class _BufferOverride(ctypes.Structure):
 
 
 def _load(path: bytes, params):
-    """Stands in for llama_model_load_from_file, for every caller in the process; only a load that edgemoe.Llama announced is changed."""
-    experts = getattr(_pending, "experts", None)
-    return experts.load(params) if experts else _load_from_file(path, params)
+    """Stands in for llama_model_load_from_file, for every caller in the process; only a load that this module announced is changed."""
+    loader = getattr(_pending, "loader", None)
+    return loader.load(params) if loader else _load_from_file(path, params)
 
 
 C.llama_model_load_from_file = _load
+
+
+def _load_mapped(files: list[str], params, use_extra_bufts: bool):
+    """One GGUF or its splits in order, mapped (a package's second split has no bytes that could be read instead)."""
+    params.use_extra_bufts = use_extra_bufts
+    locked = params.load_mode in (C.LLAMA_LOAD_MODE_MLOCK, C.LLAMA_LOAD_MODE_MMAP_MLOCK)
+    params.load_mode = C.LLAMA_LOAD_MODE_MMAP_MLOCK if locked else C.LLAMA_LOAD_MODE_MMAP
+    paths = [os.fsencode(f) for f in files]
+    if len(paths) == 1:
+        return _load_from_file(paths[0], params)
+    return C.llama_model_load_from_splits((ctypes.c_char_p * len(paths))(*paths), len(paths), params)
+
+
+class _Plain:
+    """What edgemoe is compared with: llama.cpp alone, its weights mapped and not repacked."""
+
+    def __init__(self, files: list[str]):
+        self.files = files
+
+    def load(self, params):
+        return _load_mapped(self.files, params, use_extra_bufts=False)
+
+
+def open_plain(files: list[str], **options) -> llama_cpp.Llama:
+    """A llama_cpp.Llama on one GGUF or its splits, in the mode that edgemoe is bit-identical to. Raises ModelError."""
+    with _announced(_Plain(files)) as reasons, _explained(files[0], reasons):
+        return llama_cpp.Llama(files[0], **options)
 
 
 class _Experts:
@@ -51,22 +81,15 @@ class _Experts:
                 raise ModelError(f"{path}: {_native.last_error()}")
 
     def load(self, params):
-        params.use_extra_bufts = self.use_extra_bufts
-        # The dense weights are always mapped: a package's second split has no bytes that could be read instead.
-        locked = params.load_mode in (C.LLAMA_LOAD_MODE_MLOCK, C.LLAMA_LOAD_MODE_MMAP_MLOCK)
-        params.load_mode = C.LLAMA_LOAD_MODE_MMAP_MLOCK if locked else C.LLAMA_LOAD_MODE_MMAP
-        files = [os.fsencode(f) for f in self.source.files]
+        files = list(self.source.files)
         if self.handle:
             buffer_type = int(self._ffi.cast("uintptr_t", self._lib.edgemoe_model_buffer_type(self.handle)))
             pattern = self._ffi.string(self._lib.edgemoe_expert_pattern())
             overrides = (_BufferOverride * 2)(_BufferOverride(pattern, buffer_type), _BufferOverride(None, None))
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-            ghost = self._lib.edgemoe_model_ghost(self.handle)
-            files += [self._ffi.string(ghost)] if ghost else []
-        if len(files) == 1:
-            model = _load_from_file(files[0], params)
-        else:
-            model = C.llama_model_load_from_splits((ctypes.c_char_p * len(files))(*files), len(files), params)
+            ghost = _native.text(self._lib.edgemoe_model_ghost(self.handle))
+            files += [ghost] if ghost else []
+        model = _load_mapped(files, params, self.use_extra_bufts)
         if model and self.handle:
             self._lib.edgemoe_model_loaded(self.handle)
         return model
@@ -89,8 +112,8 @@ class _Experts:
 
 
 @contextmanager
-def _announced(experts: _Experts):
-    """While it lasts, this thread's next load goes through `experts`, and libllama's error lines are kept: they hold the reason of a failure."""
+def _announced(loader: _Experts | _Plain):
+    """While it lasts, this thread's next load goes through `loader`, and libllama's error lines are kept: they hold the reason of a failure."""
     reasons: list[str] = []
 
     @C.llama_log_callback
@@ -100,17 +123,26 @@ def _announced(experts: _Experts):
         _logger.llama_log_callback(level, line, user_data)
 
     C.llama_log_set(collect, ctypes.c_void_p(0))
-    _pending.experts = experts
+    _pending.loader = loader
     try:
         yield reasons
     finally:
-        _pending.experts = None
+        _pending.loader = None
         C.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
 
 
-def _reason(lines: list[str]) -> str:
-    """The first error line without its function name; later ones only repeat that the load failed."""
-    return lines[0].split(": ", 1)[-1] if lines else "no reason given (verbose=True shows llama.cpp's log)"
+@contextmanager
+def _explained(path: str, reasons: list[str]):
+    """Turns llama_cpp's "Failed to load" into the reason that libllama logged: its first error line, without the function's name."""
+    try:
+        yield
+    except ValueError as e:
+        if not str(e).startswith("Failed to"):
+            raise
+        reason = reasons[0].split(": ", 1)[-1] if reasons else "no reason given (verbose=True shows llama.cpp's log)"
+        raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from None
+    except jinja2.TemplateError as e:
+        raise ModelError(f"{path}: its chat template is broken: {e}") from None
 
 
 class Llama(llama_cpp.Llama):
@@ -129,13 +161,10 @@ class Llama(llama_cpp.Llama):
         kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
         path = os.fspath(model_path)
         self._experts = _Experts(path, use_extra_bufts)
-        with _announced(self._experts) as reasons:
-            try:
-                super().__init__(path, *args, **kwargs)
-            except ValueError as e:
-                if not str(e).startswith("Failed to"):
-                    raise
-                raise ModelError(f"{path}: llama.cpp cannot load it: {_reason(reasons)}") from None
+        with _announced(self._experts) as reasons, _explained(path, reasons):
+            super().__init__(path, *args, **kwargs)
+        if type(self.tokenizer_) is LlamaTokenizer:
+            self.tokenizer_ = WholePieceTokenizer(self)
         self._guard_decoding()
 
     @property

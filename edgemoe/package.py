@@ -73,6 +73,10 @@ class Source:
             )
         return ExpertLayer(layer.layer, layer.n_expert, layer.bytes_per_expert, tuple(projections))
 
+    def integer(self, key: str, fallback: int = -1) -> int:
+        """An integer of the model's metadata, named below its architecture: "expert_used_count"."""
+        return self._lib.edgemoe_source_integer(self._handle, f"{self.architecture}.{key}".encode(), fallback)
+
     def read(self, index: int, projection: int, expert: int) -> bytes:
         """The bytes of one projection of one expert; `index` counts self.layers. Raises ModelError."""
         layer = self.layers[index]
@@ -82,7 +86,7 @@ class Source:
         return bytes(buffer)
 
     def release(self):
-        """Gives the native handle to a model, which owns it from then on."""
+        """Gives the native handle to a model, which owns it from then on. What was described at opening stays; reading does not."""
         self._owned = False
         return self._handle
 

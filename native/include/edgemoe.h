@@ -47,6 +47,14 @@ struct edgemoe_projection_info {
     uint64_t bytes;               // of one expert
 };
 
+struct edgemoe_device_info {
+    const char * name;
+    const char * description;
+    int          type;
+    uint64_t     free_bytes;
+    uint64_t     total_bytes;
+};
+
 // Counted since the model was opened. An event is one layer in one step, with the set of distinct experts that all its tokens need.
 struct edgemoe_stats {
     uint64_t n_events;
@@ -65,12 +73,18 @@ const char * edgemoe_check_ggml(int api_version, const char * version);
 // Registers the device with the ggml that this library is bound to. Idempotent. 0, or -1.
 int edgemoe_init(void);
 
+// ggml's devices, ours among them once it is registered. `type` is enum ggml_backend_dev_type: 0 CPU, 1 GPU, 2 integrated GPU, 3 accelerator.
+uint32_t edgemoe_device_count(void);
+int      edgemoe_get_device(uint32_t index, struct edgemoe_device_info * info);
+
 edgemoe_source * edgemoe_source_open(const char * path);
 void             edgemoe_source_close(edgemoe_source * source);
 void             edgemoe_source_get_info(const edgemoe_source * source, struct edgemoe_source_info * info);
 const char *     edgemoe_source_file(const edgemoe_source * source, uint32_t index);
 int              edgemoe_source_get_layer(const edgemoe_source * source, uint32_t index, struct edgemoe_layer_info * info);
 int              edgemoe_source_get_projection(const edgemoe_source * source, uint32_t index, uint32_t projection, struct edgemoe_projection_info * info);
+// An integer of the model's metadata; `fallback` when the key is absent or no integer. Parses the header again: for reports, not for hot paths.
+int64_t          edgemoe_source_integer(const edgemoe_source * source, const char * key, int64_t fallback);
 // Reads one projection of one expert into dst, which has room for its bytes. 0, or -1.
 int              edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t projection, uint32_t expert, void * dst);
 

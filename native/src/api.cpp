@@ -61,6 +61,21 @@ int edgemoe_init(void) {
     return guarded([] { register_device(); return 0; }, -1);
 }
 
+uint32_t edgemoe_device_count(void) { return (uint32_t) ggml_backend_dev_count(); }
+
+int edgemoe_get_device(uint32_t index, edgemoe_device_info * info) {
+    return guarded([&] {
+        if (index >= ggml_backend_dev_count()) {
+            throw std::out_of_range("device " + std::to_string(index) + ", wanted less than " + std::to_string(ggml_backend_dev_count()));
+        }
+        const ggml_backend_dev_t device = ggml_backend_dev_get(index);
+        size_t free, total;
+        ggml_backend_dev_memory(device, &free, &total);
+        *info = { ggml_backend_dev_name(device), ggml_backend_dev_description(device), (int) ggml_backend_dev_type(device), free, total };
+        return 0;
+    }, -1);
+}
+
 edgemoe_source * edgemoe_source_open(const char * path) {
     return guarded([&] {
         auto s = source::open(path);
@@ -103,6 +118,10 @@ int edgemoe_source_get_projection(const edgemoe_source * source, uint32_t index,
         *info = { p.name.c_str(), ggml_type_name(p.type), p.n_in, p.n_out, p.bytes };
         return 0;
     }, -1);
+}
+
+int64_t edgemoe_source_integer(const edgemoe_source * source, const char * key, int64_t fallback) {
+    return guarded([&] { return gguf_header(file(source->s->files[0].path)).integer(key, fallback); }, fallback);
 }
 
 int edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t projection, uint32_t expert, void * dst) {

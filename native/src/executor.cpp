@@ -81,6 +81,15 @@ void executor::set_abort_callback(ggml_abort_callback callback, void * data) {
     }
 }
 
+// A layer's products follow one another, though not always in one graph (per-expert scales come between); each is computed once per step.
+bool executor::begins_event(const owned & w) {
+    if (event_first && event_first != w.weight && event_first->layer == w.weight->layer) {
+        return false;
+    }
+    event_first = w.weight;
+    return true;
+}
+
 // Counts the event; false when an id names no expert (ggml's release builds would read and write outside of their arrays).
 bool executor::count_event(const ggml_tensor * ids, const owned & w) {
     const int64_t n_expert = w.weight->tensor->ne[2];
@@ -114,7 +123,6 @@ ggml_status executor::compute(ggml_cgraph * graph, lookup weights_of) {
     struct swap { ggml_tensor * node; ggml_tensor * original; };
     std::vector<swap> swapped;
     expert_weights * model = nullptr;
-    const ggml_tensor * event = nullptr;
     ggml_status status = GGML_STATUS_SUCCESS;
     for (int i = 0; i < ggml_graph_n_nodes(graph) && status == GGML_STATUS_SUCCESS; i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
@@ -128,11 +136,9 @@ ggml_status executor::compute(ggml_cgraph * graph, lookup weights_of) {
         model = w.model;
         swapped.push_back({ node, node->src[0] });
         node->src[0] = w.weight->tensor;
-        // The products of a layer share the tensor of expert ids: it identifies the event.
-        if (!model->usable() || (node->src[2] != event && !count_event(node->src[2], w))) {
+        if (!model->usable() || (begins_event(w) && !count_event(node->src[2], w))) {
             status = GGML_STATUS_FAILED;
         }
-        event = node->src[2];
     }
     if (status == GGML_STATUS_SUCCESS) {
         status = ggml_backend_graph_compute(cpu, graph);

@@ -70,10 +70,12 @@ struct executor {
     ggml_status compute(ggml_cgraph * graph, lookup weights_of);
 
 private:
+    bool begins_event(const owned & w);
     bool count_event(const ggml_tensor * ids, const owned & w);
 
-    ggml_backend_t       cpu;
-    std::vector<uint8_t> seen;   // per expert, within one event
+    ggml_backend_t        cpu;
+    const expert_tensor * event_first = nullptr;   // the product that began the current event
+    std::vector<uint8_t>  seen;                    // per expert, within one event
 };
 
 } // namespace edgemoe

@@ -1,0 +1,166 @@
+"""The terminal side of `edgemoe chat` and `edgemoe run`. Answers go to standard output; everything else goes to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from edgemoe import devices, plan
+from edgemoe.engine import Llama
+from edgemoe.errors import EdgemoeError
+from edgemoe.session import ContextFull, Reply, Session
+
+HELP = """/help          this list
+/clear         forget the conversation
+/stats         what the replies so far cost
+/save FILE     write the conversation to FILE (JSON)
+/exit          leave (Ctrl-D does too)
+Ctrl-C stops an answer. \"\"\" on a line of its own begins and ends a text of several lines."""
+
+WHY_STOPPED = {
+    "length": "stopped at --max-tokens",
+    "context": "stopped: the context is full; /clear starts again, --ctx N gives more",
+    "interrupted": "stopped by Ctrl-C",
+}
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def open_session(options) -> Session:
+    """Loads the model as the command line asks and says where it went."""
+    start = time.perf_counter()
+    gpu_layers = options.gpu_layers if options.gpu_layers is not None else (-1 if devices.has_gpu() else 0)
+    llm = Llama(
+        options.path,
+        n_ctx=options.ctx,
+        n_threads=options.threads,
+        n_gpu_layers=gpu_layers,
+        chat_format=options.chat_format,
+        verbose=options.verbose,
+        **({"seed": options.seed} if options.seed is not None else {}),
+    )
+    note(plan.load_line(llm.source, time.perf_counter() - start))
+    return Session(llm, system=options.system, temperature=options.temp, top_p=options.top_p, max_tokens=options.max_tokens, seed=options.seed)
+
+
+def run(options) -> int:
+    """`edgemoe run`: one prompt, one answer, one line of statistics."""
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not prompt.strip():
+        raise EdgemoeError("the prompt is empty")
+    session = open_session(options)
+    pieces = session.complete(prompt) if options.raw else session.say(prompt)
+    reply = _show(session, pieces, quiet=options.json)
+    if options.json:
+        print(json.dumps(reply.as_dict(), ensure_ascii=False))
+    session.llm.close()
+    return 130 if reply.finish_reason == "interrupted" else 0
+
+
+def chat(options) -> int:
+    """`edgemoe chat`: until /exit or the end of the input."""
+    session = open_session(options)
+    session.require_template()
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (gives input() a line editor, without the terminal's limit of 4096 bytes per line)
+
+        note("/help lists the commands")
+    while True:
+        try:
+            text = _read(interactive)
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            note("\n(/exit leaves)")
+            continue
+        if text.startswith("/"):
+            if not _command(session, text):
+                break
+        elif text.strip():
+            _answer(session, text, options.json)
+    session.llm.close()
+    return 0
+
+
+def _answer(session: Session, text: str, as_json: bool) -> None:
+    try:
+        reply = _show(session, session.say(text), quiet=as_json)
+    except ContextFull as e:
+        note(f"{e}. /clear starts again, --ctx N gives more.")
+        return
+    if as_json:
+        print(json.dumps(reply.as_dict(), ensure_ascii=False), flush=True)
+
+
+def _show(session: Session, pieces, quiet: bool) -> Reply:
+    """Prints an answer as it comes, then why it stopped and what it cost."""
+    for piece in pieces:
+        if not quiet:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    reply = session.replies[-1]
+    if not quiet:
+        print(flush=True)
+    if reply.finish_reason in WHY_STOPPED:
+        note(f"[{WHY_STOPPED[reply.finish_reason]}]")
+    note(f"[{reply.line()}]")
+    return reply
+
+
+def _read(interactive: bool) -> str:
+    """One message: a line, or what stands between two lines of triple quotes."""
+    line = input("> " if interactive else "")
+    if line.strip() != '"""':
+        return line
+    lines = []
+    while (line := input("... " if interactive else "")).strip() != '"""':
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _command(session: Session, text: str) -> bool:
+    """False ends the chat."""
+    name, _, argument = text.strip().partition(" ")
+    if name in ("/exit", "/quit"):
+        return False
+    if name == "/help":
+        note(HELP)
+    elif name == "/clear":
+        session.clear()
+        note("(forgotten)")
+    elif name == "/stats":
+        note(_statistics(session))
+    elif name == "/save":
+        _save(session, argument.strip())
+    else:
+        note(f"{name}: no such command; /help lists them")
+    return True
+
+
+def _statistics(session: Session) -> str:
+    lines = [f"{i + 1:>3}  {reply.line()}" for i, reply in enumerate(session.replies)]
+    total = session.llm.expert_stats()
+    lines.append(f"context: {session.llm.n_tokens} of {session.llm.n_ctx()} tokens")
+    if total["n_accesses"]:
+        lines.append(
+            f"experts: {total['n_events']} events, {total['n_pairs']} routed pairs, A = {total['n_accesses']} accesses, C = {total['n_computed_on_cpu']} computed on the CPU, "
+            f"{total['bytes_accessed'] / 1e9:.2f} GB read, {total['compute_us'] / 1e6:.2f} s"
+        )
+    return "\n".join(lines)
+
+
+def _save(session: Session, path: str) -> None:
+    if not path:
+        note("/save wants a file name")
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as f:
+            json.dump({"model": session.llm.model_path, "messages": session.messages}, f, ensure_ascii=False, indent=1)
+    except OSError as e:
+        note(f"{path}: {e.strerror}")
+    else:
+        note(f"(saved {len(session.messages)} messages to {path})")

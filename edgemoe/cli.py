@@ -1,0 +1,130 @@
+"""The command `edgemoe`. Each subcommand is a function of its parsed options that returns an exit code; heavy imports wait until one runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from edgemoe import __version__
+from edgemoe.errors import EdgemoeError
+
+EXAMPLES = """examples:
+  edgemoe chat model.gguf                        talk to a model (GGUF, any shard of one, or a package)
+  edgemoe run model.gguf -p "Why is the sky blue?"
+  echo "Summarise: ..." | edgemoe run model.gguf -p -
+  edgemoe inspect model.gguf                     what it is and where its bytes will go
+  edgemoe verify model.gguf                      prove that the output is llama.cpp's
+  edgemoe doctor                                 is this machine set up well?
+  edgemoe-convert model.gguf                     pack it: one file per expert
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="edgemoe", description="Run Mixture-of-Experts models that are bigger than your GPU.", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"edgemoe {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, run, help: str, example: str, path: bool = True) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter)
+        if path:
+            sub.add_argument("path", metavar="PATH", help="a GGUF, any shard of one, or a package directory")
+        sub.add_argument("--json", action="store_true", help="print one JSON object for machines" if name != "chat" else "print one JSON object per reply")
+        sub.set_defaults(run=run)
+        return sub
+
+    chat = command("chat", _chat, "talk to a model", "edgemoe chat model.gguf --ctx 8192")
+    _add_model_options(chat)
+    run = command("run", _run, "answer one prompt", 'edgemoe run model.gguf -p "Why is the sky blue?" -n 200')
+    run.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the prompt; - reads it from standard input")
+    run.add_argument("--raw", action="store_true", help="continue TEXT as it stands, without the model's chat template")
+    _add_model_options(run)
+    command("inspect", _inspect, "show what a model is and where its bytes will go", "edgemoe inspect model.gguf --json")
+    verify = command("verify", _verify, "compare edgemoe's output with plain llama.cpp's, bit by bit; exit code 1 when they differ", "edgemoe verify model.edgemoe --against model.gguf")
+    verify.add_argument("--tokens", type=_positive, default=64, metavar="N", help="decoded tokens to compare (default %(default)s)")
+    verify.add_argument("-p", "--prompt", metavar="TEXT", help="prompt to compare on")
+    verify.add_argument("--against", metavar="GGUF", help="for a package: the GGUF it was made from (default: its own experts, stacked again in memory)")
+    verify.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: physical cores)")
+    verify.add_argument("--bound", type=float, default=0.0, metavar="X", help="largest logit difference that passes (default 0: bit-identical)")
+    command("doctor", _doctor, "check this machine and its llama-cpp-python; each problem comes with its fix", "edgemoe doctor", path=False)
+    return parser
+
+
+def _positive(text: str) -> int:
+    n = int(text)
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"{n}: wanted 1 or more")
+    return n
+
+
+def _add_model_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--ctx", type=_positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
+    sub.add_argument("-n", "--max-tokens", type=_positive, metavar="N", help="longest answer (default: until the context is full)")
+    sub.add_argument("--system", default="", metavar="TEXT", help="system message")
+    sub.add_argument("--temp", type=float, default=0.7, metavar="T", help="temperature, 0 is greedy (default %(default)s)")
+    sub.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling (default %(default)s)")
+    sub.add_argument("--seed", type=int, metavar="N", help="make the answer repeatable")
+    sub.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: the physical cores this process may use)")
+    sub.add_argument("--gpu-layers", type=int, metavar="N", help="layers whose dense part goes to the GPU (default: all when there is a GPU; -1 all, 0 none)")
+    sub.add_argument("--chat-format", metavar="NAME", help="chat format for a model without a template, as in llama-cpp-python: chatml, llama-3, ...")
+    sub.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
+
+
+def _chat(options) -> int:
+    from edgemoe import chat
+
+    return chat.chat(options)
+
+
+def _run(options) -> int:
+    from edgemoe import chat
+
+    return chat.run(options)
+
+
+def _inspect(options) -> int:
+    from edgemoe import plan
+    from edgemoe.package import Source
+
+    with Source(options.path) as source:
+        print(json.dumps(plan.describe(source)) if options.json else plan.report(source))
+    return 0
+
+
+def _verify(options) -> int:
+    from edgemoe import verify
+
+    prompt = options.prompt or verify.PROMPT
+    report = verify.verify(options.path, options.tokens, prompt, options.against, options.threads, options.bound)
+    print(json.dumps(report.as_dict()) if options.json else report.text())
+    return 0 if report.ok else 1
+
+
+def _doctor(options) -> int:
+    from edgemoe import doctor
+
+    return doctor.doctor(json=options.json)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (edgemoe ... | head). Python would complain once more when it flushes at exit.
+        sys.stdout = None
+        return 141
+    except EdgemoeError as e:
+        if getattr(options, "json", False):
+            print(json.dumps({"error": str(e)}))
+        print(f"edgemoe: error: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

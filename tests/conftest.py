@@ -1,0 +1,68 @@
+"""Shared fixtures. Tests run against the installed edgemoe, never against the source tree: its native library is built at installation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))
+
+from tiny_models import tiny_model  # noqa: E402
+
+SHARED = TESTS.parent.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """models(family, type, **variant): path of that tiny model, made once per session."""
+    folder = tmp_path_factory.mktemp("tiny")
+    made = {}
+
+    def get(family="qwen3moe", expert_type="Q4_0", **variant):
+        key = (family, expert_type, *sorted(variant.items()))
+        if key not in made:
+            made[key] = tiny_model(folder / f"{len(made):03d}-{family}-{expert_type}.gguf", family, expert_type, **variant)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def packages(models, tmp_path_factory):
+    """packages(gguf): the package converted from it, made once per session."""
+    from edgemoe.convert import convert
+
+    folder = tmp_path_factory.mktemp("packages")
+    made = {}
+
+    def get(source):
+        if source not in made:
+            made[source] = folder / f"{len(made):03d}-{Path(source).stem}.edgemoe"
+            convert(source, made[source])
+        return made[source]
+
+    return get
+
+
+@pytest.fixture
+def edgemoe(tmp_path):
+    """edgemoe("run", path, ...): the command in a process of its own; a CompletedProcess with text output."""
+
+    def run(*arguments, timeout=120, **options):
+        command = [sys.executable, "-m", "edgemoe.cli", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, **options)
+
+    return run
+
+
+@pytest.fixture
+def python(tmp_path):
+    """python(code, *arguments): a Python program in a process of its own, for what may kill or leak."""
+
+    def run(code, *arguments, timeout=120, **options):
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, **options)
+
+    return run

@@ -1,0 +1,95 @@
+"""Same output: logits of every family and expert type are bit-identical to plain llama.cpp's, from the GGUF and from a package.
+
+Random weights make this strict: one wrong byte, expert or stride changes every logit, while text would look as random as before.
+"""
+
+import numpy as np
+import pytest
+from conftest import SHARED
+from tiny_models import EXPERT_TYPES, FAMILIES, write_shards
+
+import edgemoe
+from edgemoe import engine
+
+N_PROMPT, N_DECODE = 40, 64
+
+
+def logits(llm, forced=None):
+    """[N_PROMPT + N_DECODE, n_vocab] for a random prompt in two batches and greedy (or forced) single steps, and the tokens fed."""
+    tokens = np.random.default_rng(1).integers(0, llm.n_vocab(), N_PROMPT).tolist()
+    llm.eval(tokens)
+    fed = []
+    for i in range(N_DECODE):
+        fed.append(forced[i] if forced else int(llm.scores[llm.n_tokens - 1].argmax()))
+        llm.eval([fed[-1]])
+    return llm.scores[: llm.n_tokens].copy(), fed
+
+
+def check(gguf, paths):
+    options = dict(n_ctx=N_PROMPT + N_DECODE, n_batch=32, n_ubatch=32, n_threads=2, logits_all=True, verbose=False)
+    llm = engine.open_plain([str(gguf)], **options)
+    expected, tokens = logits(llm)
+    llm.close()
+    assert np.isfinite(expected).all() and expected.std() > 0
+    for path in paths:
+        with_experts = edgemoe.Llama(path, **options)
+        found, _ = logits(with_experts, tokens)
+        stats = with_experts.expert_stats()
+        with_experts.close()
+        np.testing.assert_array_equal(found, expected, err_msg=str(path))
+        # Not vacuous: our device did the work. One event per layer and batch (40 tokens are two batches).
+        n_layers = len(with_experts.source.layers)
+        assert n_layers > 0 and stats["n_events"] == n_layers * (2 + N_DECODE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, models, packages):
+    gguf = models(family, "Q8_0")
+    check(gguf, [gguf, packages(gguf)])
+
+
+@pytest.mark.parametrize("expert_type", EXPERT_TYPES)
+def test_expert_types(expert_type, models, packages):
+    gguf = models("qwen3moe", expert_type)
+    check(gguf, [gguf, packages(gguf)])
+
+
+VARIANTS = {
+    "top-1": ("qwen3moe", "Q8_0", {"n_expert_used": 1}),
+    "all experts used": ("qwen3moe", "Q8_0", {"n_expert": 4, "n_expert_used": 4}),
+    "tied embeddings": ("qwen3moe", "Q8_0", {"tied": True}),
+    "width 96": ("qwen3moe", "F16", {"n_ff_exp": 96}),
+    "page-sized experts": ("qwen3moe", "Q4_0", {"n_ff_exp": 2048}),
+    "scales per expert": ("qwen3moe", "Q8_0", {"expert_scale": True}),
+    "no tokenizer": ("qwen3moe", "Q8_0", {"tokenizer": "none"}),
+    "first layer dense": ("ernie4_5-moe", "Q8_0", {"n_layer": 3, "n_layer_dense_lead": 1}),
+    "sigmoid, groups, bias, scale 2.5": ("deepseek2", "Q4_K", {}),
+    "mixed types": ("qwen3moe", "Q4_K", {"down_type": "Q6_K"}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name, models, packages):
+    family, expert_type, variant = VARIANTS[name]
+    gguf = models(family, expert_type, **variant)
+    check(gguf, [gguf, packages(gguf)])
+
+
+def test_shards_given_any_of_them(models, packages, tmp_path):
+    gguf = models("qwen3moe", "Q8_0")
+    shards = write_shards(gguf, tmp_path, 3)
+    check(gguf, [shards[0], shards[1], packages(shards[2])])
+
+
+def test_first_shard_without_tensors(models, tmp_path):
+    gguf = models("qwen3moe", "Q8_0")
+    check(gguf, [write_shards(gguf, tmp_path, 3, first_without_tensors=True)[0]])
+
+
+TINY_ARCHS = sorted((SHARED / "tiny_archs").glob("*.gguf"))
+
+
+@pytest.mark.skipif(not TINY_ARCHS, reason="the folder with tiny models of other architectures is not beside this checkout")
+@pytest.mark.parametrize("gguf", TINY_ARCHS, ids=lambda p: p.stem)
+def test_other_architectures(gguf, packages):
+    check(gguf, [gguf, packages(gguf)])
