@@ -50,3 +50,14 @@ def text(pointer) -> str:
     """A C string, which is UTF-8 except where a file name is not."""
     ffi, _ = load()
     return ffi.string(pointer).decode(errors="surrogateescape") if pointer else ""
+
+
+def number(pointer) -> int:
+    """A pointer as ctypes wants it."""
+    return int(load()[0].cast("uintptr_t", pointer))
+
+
+def address(function: str) -> int:
+    """Where a function of the library lies, for handing it to llama_cpp as a callback."""
+    ffi, lib = load()
+    return number(ffi.addressof(lib, function))

@@ -7,6 +7,7 @@ asks libllama for a model.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 
 import jinja2
 import llama_cpp
-from llama_cpp import _logger, llama_cpp as C
+from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from edgemoe import _native, machine
@@ -83,7 +84,7 @@ class _Experts:
     def load(self, params):
         files = list(self.source.files)
         if self.handle:
-            buffer_type = int(self._ffi.cast("uintptr_t", self._lib.edgemoe_model_buffer_type(self.handle)))
+            buffer_type = _native.number(self._lib.edgemoe_model_buffer_type(self.handle))
             pattern = self._ffi.string(self._lib.edgemoe_expert_pattern())
             overrides = (_BufferOverride * 2)(_BufferOverride(pattern, buffer_type), _BufferOverride(None, None))
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
@@ -118,9 +119,11 @@ def _announced(loader: _Experts | _Plain):
 
     @C.llama_log_callback
     def collect(level, line, user_data):
-        if level == 3:  # GGML_LOG_LEVEL_ERROR
+        if level == 4:  # GGML_LOG_LEVEL_ERROR
             reasons.append(line.decode(errors="replace").strip())
-        _logger.llama_log_callback(level, line, user_data)
+        # llama_cpp's own callback takes warnings for errors and shows them even when it should be quiet.
+        if _logger.logger.level <= logging.DEBUG:
+            _logger.llama_log_callback(level, line, user_data)
 
     C.llama_log_set(collect, ctypes.c_void_p(0))
     _pending.loader = loader
@@ -145,6 +148,53 @@ def _explained(path: str, reasons: list[str]):
         raise ModelError(f"{path}: its chat template is broken: {e}") from None
 
 
+class _GuardedContext(internals.LlamaContext):
+    """Everything that is computed, for text or for embeddings, goes through decode and encode: the place to refuse what would be worthless."""
+
+    def decode(self, batch) -> None:
+        with self._guarded():
+            super().decode(batch)
+
+    def encode(self, batch) -> None:
+        with self._guarded():
+            super().encode(batch)
+
+    @contextmanager
+    def _guarded(self):
+        self._raise_fault()
+        try:
+            with _interruptible():
+                yield
+        except RuntimeError:
+            self._raise_fault()  # it says more than "llama_decode returned -3"
+            raise
+        self._raise_fault()
+
+    def _raise_fault(self) -> None:
+        fault = self.experts.fault()
+        if fault:
+            raise ModelFault(f"{self.path}: {fault}")
+
+
+@contextmanager
+def _interruptible():
+    """Lets Ctrl-C end llama_decode between two nodes of its graph. Only where Ctrl-C means KeyboardInterrupt: a handler of the caller's own decides itself."""
+    watching = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not watching:
+        yield
+        return
+    ffi, lib = _native.load()
+    lib.edgemoe_watch_interrupts(True)
+    try:
+        yield
+    except RuntimeError:
+        if lib.edgemoe_interrupted(ffi.NULL):
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        lib.edgemoe_watch_interrupts(False)
+
+
 class Llama(llama_cpp.Llama):
     """A llama_cpp.Llama, with the same constructor and calls. `model_path` is a GGUF (any shard of it) or an edgemoe package directory.
 
@@ -165,7 +215,7 @@ class Llama(llama_cpp.Llama):
             super().__init__(path, *args, **kwargs)
         if type(self.tokenizer_) is LlamaTokenizer:
             self.tokenizer_ = WholePieceTokenizer(self)
-        self._guard_decoding()
+        self._guard_context()
 
     @property
     def source(self) -> Source:
@@ -177,30 +227,12 @@ class Llama(llama_cpp.Llama):
         bytes_accessed, compute_us. All 0 for a dense model."""
         return self._experts.stats()
 
-    def _guard_decoding(self) -> None:
-        """Every batch that is computed, for text or for embeddings, goes through self._ctx.decode."""
-        ffi, lib = _native.load()
-        address = int(ffi.cast("uintptr_t", ffi.addressof(lib, "edgemoe_interrupted")))
-        self._abort_callback = C.ggml_abort_callback(address)
-        C.llama_set_abort_callback(self._ctx.ctx, self._abort_callback, ctypes.c_void_p(0))
-        decode = self._ctx.decode
-
-        def guarded(batch):
-            self._raise_fault()
-            try:
-                with _interruptible(lib):
-                    decode(batch)
-            except RuntimeError:
-                self._raise_fault()
-                raise
-            self._raise_fault()
-
-        self._ctx.decode = guarded
-
-    def _raise_fault(self) -> None:
-        fault = self._experts.fault()
-        if fault:
-            raise ModelFault(f"{self.model_path}: {fault}")
+    def _guard_context(self) -> None:
+        # The context that llama_cpp made becomes one that checks each batch; llama_cpp.Llama offers no place to hand in another class.
+        self._ctx.__class__ = _GuardedContext
+        self._ctx.experts = self._experts
+        self._ctx.path = self.model_path
+        C.llama_set_abort_callback(self._ctx.ctx, C.ggml_abort_callback(_native.address("edgemoe_interrupted")), ctypes.c_void_p(0))
 
     def close(self) -> None:
         experts = getattr(self, "_experts", None)
@@ -219,21 +251,3 @@ class Llama(llama_cpp.Llama):
                 owner._exit_stack.pop_all()
         if hasattr(self, "_stack"):
             self._stack.pop_all()
-
-
-@contextmanager
-def _interruptible(lib):
-    """Lets Ctrl-C end llama_decode between two nodes of its graph. Only where Ctrl-C means KeyboardInterrupt: a handler of the caller's own decides itself."""
-    watching = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not watching:
-        yield
-        return
-    lib.edgemoe_watch_interrupts(True)
-    try:
-        yield
-    except RuntimeError:
-        if lib.edgemoe_interrupted(_native.load()[0].NULL):
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        lib.edgemoe_watch_interrupts(False)

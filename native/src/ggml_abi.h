@@ -7,8 +7,6 @@
 #define EDGEMOE_GGML_API_VERSION 2
 #define EDGEMOE_GGML_VERSION     "0.25.3"
 
-struct ggml_backend_graph_optimize_params;
-
 struct ggml_backend_buffer_type_i {
     const char *          (*get_name)(ggml_backend_buffer_type_t);
     ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t, size_t);

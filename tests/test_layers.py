@@ -1,0 +1,80 @@
+"""A file imports only lower ones. The order is written down here once, lowest first; files on one line know nothing of each other."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PYTHON = [
+    {"errors", "machine"},
+    {"_native"},
+    {"package", "devices", "tokenizer"},
+    {"plan", "engine"},
+    {"session", "verify", "doctor"},
+    {"chat"},
+    {"cli"},
+]
+CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
+NATIVE = ["file", "gguf_file", "source", "store", "executor", "backend", "api"]
+
+
+def imports(path: Path) -> set[str]:
+    """Module names that a file imports anywhere, also inside functions; "edgemoe.x" for "from edgemoe import x"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            prefix = "." * node.level + (node.module or "")
+            found |= {f"{prefix}.{alias.name}" if not node.module or prefix == "edgemoe" else prefix for alias in node.names}
+    return found
+
+
+def check_order(folder: Path, layers: list[set[str]], prefixes: tuple[str, ...]):
+    level = {name: i for i, names in enumerate(layers) for name in names}
+    files = {p.stem: p for p in folder.glob("*.py") if p.stem != "__init__"}
+    assert set(files) == set(level), "every file has its place in the order"
+    for name, path in files.items():
+        for module in imports(path):
+            for prefix in prefixes:
+                target = module.removeprefix(prefix).split(".")[0]
+                if module.startswith(prefix) and target in level:
+                    assert level[target] < level[name], f"{path.name} imports {target}, which is not below it"
+
+
+def test_python_imports_point_downwards():
+    check_order(ROOT / "edgemoe", PYTHON, ("edgemoe.",))
+
+
+def test_convert_imports_point_downwards_and_stay_inside():
+    check_order(ROOT / "convert", CONVERT, (".",))
+    for path in (ROOT / "convert").glob("*.py"):
+        assert not any(m.startswith("edgemoe") for m in imports(path)), f"{path.name} reaches out of convert/"
+
+
+def test_only_convert_writes_gguf():
+    for path in (ROOT / "edgemoe").glob("*.py"):
+        assert "GGUFWriter" not in path.read_text(), path.name
+
+
+def test_native_includes_point_downwards():
+    sources = sorted((ROOT / "native" / "src").iterdir())
+    assert {p.stem for p in sources} == {*NATIVE, "ggml_abi"}
+    for path in sources:
+        for header in re.findall(r'#include "(\w+)\.h"', path.read_text()):
+            if header in NATIVE and header != path.stem:
+                assert NATIVE.index(header) < NATIVE.index(path.stem), f"{path.name} includes {header}.h, which is not below it"
+
+
+def test_only_backend_knows_the_internal_structs():
+    users = [p.name for p in (ROOT / "native" / "src").iterdir() if '"ggml_abi.h"' in p.read_text()]
+    assert users == ["backend.cpp"]
+
+
+@pytest.mark.parametrize("name", ["file", "gguf_file"])
+def test_lowest_files_know_no_backend(name):
+    for suffix in (".h", ".cpp"):
+        assert "ggml-backend" not in (ROOT / "native" / "src" / (name + suffix)).read_text()
