@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 
 from edgemoe import devices, plan
 from edgemoe.engine import Llama
@@ -92,16 +93,21 @@ def _answer(session: Session, text: str, as_json: bool) -> None:
     except ContextFull as e:
         note(f"{e}. /clear starts again, --ctx N gives more.")
         return
+    except KeyboardInterrupt:
+        note("[stopped before the answer began]")
+        return
     if as_json:
         print(json.dumps(reply.as_dict(), ensure_ascii=False), flush=True)
 
 
 def _show(session: Session, pieces, quiet: bool) -> Reply:
     """Prints an answer as it comes, then why it stopped and what it cost."""
-    for piece in pieces:
-        if not quiet:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+    try:
+        _print_pieces(pieces, quiet)
+    except KeyboardInterrupt:
+        # It came while we were printing: the answer learns of it where it waits, and closes its books.
+        with suppress(StopIteration):
+            pieces.throw(KeyboardInterrupt)
     reply = session.replies[-1]
     if not quiet:
         print(flush=True)
@@ -109,6 +115,13 @@ def _show(session: Session, pieces, quiet: bool) -> Reply:
         note(f"[{WHY_STOPPED[reply.finish_reason]}]")
     note(f"[{reply.line()}]")
     return reply
+
+
+def _print_pieces(pieces, quiet: bool) -> None:
+    for piece in pieces:
+        if not quiet:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
 
 
 def _read(interactive: bool) -> str:

@@ -1,0 +1,452 @@
+"""`edgemoe doctor`: what is wrong with this installation or machine, and the command that mends it.
+
+Whatever can crash runs in one child process, the probe: it names each step before it begins, so that the parent can tell
+what killed it. The parent never loads a native library, and so it always lives to report.
+"""
+
+import dataclasses
+import importlib.metadata
+import json as json_text
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from edgemoe import machine
+
+OK, WARN, FAIL = "OK", "WARN", "FAIL"
+COLOURS = {OK: "\033[32m", WARN: "\033[33m", FAIL: "\033[31m"}
+
+WANTED_LLAMA = "0.3.36"
+WANTED_PYTHON = (3, 10)
+PROBE_SECONDS = 8
+PROBE_MARK = "edgemoe-probe: "
+MAP_COUNT = 65530  # the kernel's own default
+LOW_DISK_BYTES = 2 << 30
+LOW_MEMORY_BYTES = 1 << 30
+SOFTWARE_DEVICES = ("llvmpipe", "lavapipe", "swiftshader")
+
+AMX_OFF = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+FIX_NATIVE = "pip install ."
+FIX_LLAMA = f"pip install 'llama-cpp-python=={WANTED_LLAMA}', or scripts/setup.sh in a checkout of edgemoe"
+# --no-cache-dir: pip keeps the wheels it builds by version alone and would put back the one that crashes.
+_REBUILD = f"pip install --force-reinstall --no-deps --no-cache-dir --no-binary llama-cpp-python llama-cpp-python=={WANTED_LLAMA}"
+FIX_AMX = f"CFLAGS='{AMX_OFF}' CXXFLAGS='{AMX_OFF}' {_REBUILD}"
+FIX_REBUILD = f"rebuild it on this machine: {_REBUILD}"
+
+# ggml's numbers (ggml.h, ggml-backend.h)
+GGML_F32 = 0
+WEIGHT_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12}
+DEVICE_TYPES = ("CPU", "GPU", "IGPU", "ACCEL", "META")
+DEVICE_CPU = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    name: str
+    status: str  # OK, WARN or FAIL
+    text: str
+    fix: str = ""
+
+
+def doctor(json=False):
+    """Print all checks; the exit code is 1 if any of them failed."""
+    checks = run_checks()
+    if json:
+        print(json_text.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    else:
+        print_checks(checks, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    return int(any(check.status == FAIL for check in checks))
+
+
+def print_checks(checks, colour=False):
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        status = f"{check.status:<4}"
+        if colour:
+            status = f"{COLOURS[check.status]}{status}\033[0m"
+        print(f"{status}  {check.name:<{width}}  {check.text}")
+        if check.fix:
+            print(f"      {'':<{width}}  fix: {check.fix}")
+
+
+def run_checks():
+    """All checks as a list of `Check`, in the order in which a reader would mend them. Takes about two seconds."""
+    probe = run_probe()
+    return [
+        check_python(),
+        check_llama_version(),
+        check_compute(probe),
+        *check_devices(probe),
+        check_openmp(probe),
+        check_native(probe),
+        check_threads(),
+        check_memory(),
+        check_swap(),
+        *check_disk(),
+        check_locked_memory(),
+        check_map_count(),
+    ]
+
+
+def check_python():
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= WANTED_PYTHON:
+        return Check("python", OK, f"{found} ({sys.executable})")
+    wanted = ".".join(map(str, WANTED_PYTHON))
+    return Check("python", FAIL, f"found {found}, wanted {wanted} or newer", f"install Python {wanted} or newer")
+
+
+def check_llama_version():
+    try:
+        found = importlib.metadata.version("llama-cpp-python")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("llama-cpp-python", FAIL, f"not installed, wanted {WANTED_LLAMA}", FIX_LLAMA)
+    if found != WANTED_LLAMA:
+        return Check("llama-cpp-python", FAIL, f"found {found}, wanted {WANTED_LLAMA}", FIX_LLAMA)
+    return Check("llama-cpp-python", OK, found)
+
+
+def check_compute(probe):
+    """Do llama.cpp's matrix products work here, in every layout that it would choose for weights?"""
+    for step, fix in (("import", FIX_LLAMA), ("compute", FIX_REBUILD)):
+        if step in probe.errors:
+            return Check("compute", FAIL, f"{step}: {probe.errors[step]}", fix)
+    if "compute" in probe.results:
+        layouts = {}
+        for weight_type, layout in probe.results["compute"]:
+            layouts.setdefault(layout, []).append(weight_type)
+        text = "; ".join(f"{', '.join(types)} in {layout}" for layout, types in layouts.items())
+        return Check("compute", OK, f"matrix products are right for {text}")
+    if probe.timed_out:
+        fix = "run it again on a quiet machine"
+        return Check("compute", FAIL, f"no answer from '{probe.last}' within {PROBE_SECONDS} s", fix)
+    died = f"the probe died at '{probe.last}' with {probe.died_of}"
+    # Whether the wrong tile configuration ends in SIGSEGV or in SIGILL depends on what the compiler left of it.
+    if probe.last.startswith("compute") and "AMX" in probe.last:
+        return Check("compute", FAIL, f"{died}: GCC 12 miscompiles ggml's AMX code", FIX_AMX)
+    if probe.died_of == "SIGILL":
+        return Check("compute", FAIL, f"{died}: this llama-cpp-python was built for another CPU", FIX_REBUILD)
+    if probe.last == "devices":
+        return Check("compute", FAIL, f"{died}: a GPU driver crashed", "update or remove that driver")
+    return Check("compute", FAIL, f"{died}. {probe.said}".rstrip(), FIX_REBUILD)
+
+
+def check_devices(probe):
+    """One check per device that ggml knows."""
+    if "devices" not in probe.results:
+        return [not_tried("devices", "devices", probe)]
+    checks = []
+    for name, kind, description, free, total in probe.results["devices"]:
+        text = f"{name} ({kind}): {description}"
+        if kind in ("GPU", "IGPU"):
+            text += f", {machine.human_bytes(free)} of {machine.human_bytes(total)} free"
+        if any(word in description.lower() for word in SOFTWARE_DEVICES):
+            fix = "install the Vulkan driver of your GPU; without a GPU nothing is to be done"
+            checks.append(Check("device", WARN, text + "; computes on the CPU, so it is never picked unasked", fix))
+        else:
+            checks.append(Check("device", OK, text))
+    return checks or [Check("devices", FAIL, "ggml knows no device, not even the CPU", FIX_REBUILD)]
+
+
+def check_openmp(probe):
+    if "system" not in probe.results:
+        return not_tried("openmp", "system", probe)
+    if "OPENMP = 1" in probe.results["system"]:
+        return Check("openmp", OK, "llama.cpp was built with OpenMP")
+    fix = f"install libomp (it comes with GCC), then {_REBUILD}"
+    return Check("openmp", WARN, "llama.cpp was built without OpenMP: it makes its threads anew for every graph", fix)
+
+
+def check_native(probe):
+    if "native" in probe.results:
+        return Check("native library", OK, "loads beside llama.cpp")
+    if "native" in probe.errors:
+        return Check("native library", FAIL, probe.errors["native"], FIX_NATIVE)
+    if probe.last == "native":
+        how = probe.died_of or f"no answer within {PROBE_SECONDS} s"
+        return Check("native library", FAIL, f"loading it ended with {how}", FIX_NATIVE)
+    return not_tried("native library", "native", probe)
+
+
+def not_tried(name, step, probe):
+    if step in probe.errors:
+        return Check(name, FAIL, probe.errors[step], FIX_REBUILD)
+    return Check(name, WARN, f"not tried: the probe ended at '{probe.last}'", "mend the failure above first")
+
+
+def check_threads():
+    quota = machine.cpu_quota()
+    text = f"{machine.default_threads()} by default: {machine.usable_cpus()} CPUs in the affinity"
+    text += f", {machine.physical_cores()} physical cores, "
+    text += "no CPU quota" if quota is None else f"CPU quota {100 * quota:.0f} %"
+    if quota is not None and quota < 1:
+        return Check("threads", WARN, text, "raise the CPU quota of this container or service to 100 % or more")
+    return Check("threads", OK, f"{text}; {machine.cpu_name()}")
+
+
+def check_memory():
+    memory = machine.memory()
+    limit = "no cgroup limit" if memory.limit is None else f"cgroup limit {machine.human_bytes(memory.limit)}"
+    text = f"{machine.human_bytes(memory.usable)} usable of {machine.human_bytes(memory.total)}"
+    text += f" ({machine.human_bytes(memory.available)} available, {limit})"
+    if memory.usable < LOW_MEMORY_BYTES:
+        return Check("memory", WARN, text, "close other programs, or raise the memory limit of this container")
+    return Check("memory", OK, text)
+
+
+def check_swap():
+    memory = machine.memory()
+    if not memory.swap_total:
+        return Check("swap", OK, "none")
+    free, total = machine.human_bytes(memory.swap_free), machine.human_bytes(memory.swap_total)
+    return Check("swap", OK, f"{free} of {total} free")
+
+
+def cache_dir():
+    """Where scripts/setup.sh keeps the wheels it built."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("EDGEMOE_CACHE") or Path(base, "edgemoe"))
+
+
+def check_disk():
+    checks = []
+    for name, path in (("disk (here)", Path.cwd()), ("disk (cache)", cache_dir())):
+        free = machine.disk_free(path)
+        text = f"{machine.human_bytes(free)} free in {path}"
+        if free < LOW_DISK_BYTES:
+            checks.append(Check(name, WARN, text, f"free {machine.human_bytes(LOW_DISK_BYTES)} or more for a model"))
+        else:
+            checks.append(Check(name, OK, text))
+    return checks
+
+
+def check_locked_memory():
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Check("locked memory", OK, "unlimited")
+    # Only pinning a model (mlock) needs it, so a low limit alone is no defect.
+    word = "unlimited" if hard == resource.RLIM_INFINITY else machine.human_bytes(hard)
+    return Check("locked memory", OK, f"{machine.human_bytes(soft)} (ulimit -l; can be raised to {word})")
+
+
+def check_map_count(path="/proc/sys/vm/max_map_count"):
+    try:
+        found = int(Path(path).read_text())
+    except (OSError, ValueError):
+        return Check("max_map_count", OK, "not limited on this system")
+    if found < MAP_COUNT:
+        text = f"found {found}, wanted {MAP_COUNT}: every expert of a package is a mapping of its own"
+        return Check("max_map_count", WARN, text, f"sudo sysctl vm.max_map_count={MAP_COUNT}")
+    return Check("max_map_count", OK, str(found))
+
+
+@dataclasses.dataclass
+class Probe:
+    """What the child process told before it ended."""
+
+    results: dict  # step -> its result
+    errors: dict  # step -> the text of its exception
+    last: str  # the step that it named last
+    died_of: str = ""  # "SIGSEGV", "exit code 3"; empty if it ended well
+    said: str = ""  # its last line on stderr
+    timed_out: bool = False
+
+
+def probe_command():
+    # The child searches modules exactly where this process does, so it finds the same edgemoe and the same llama_cpp.
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from edgemoe import doctor; doctor.probe()"]
+
+
+def run_probe():
+    timed_out = False
+    try:
+        child = subprocess.run(probe_command(), capture_output=True, timeout=PROBE_SECONDS, stdin=subprocess.DEVNULL)
+        out, err, code = child.stdout, child.stderr, child.returncode
+    except subprocess.TimeoutExpired as expired:
+        out, err, code, timed_out = expired.stdout or b"", expired.stderr or b"", 0, True
+    probe = Probe({}, {}, "start", timed_out=timed_out)
+    for line in out.decode(errors="replace").splitlines():
+        if not line.startswith(PROBE_MARK):
+            continue  # a library that prints
+        event, step, value = json_text.loads(line[len(PROBE_MARK) :])
+        if event == "begin":
+            probe.last = step
+        else:
+            {"result": probe.results, "error": probe.errors}[event][step] = value
+    probe.said = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
+    if code < 0:
+        probe.died_of = signal.Signals(-code).name
+    elif code > 0:
+        probe.died_of = f"exit code {code}"
+    return probe
+
+
+def probe():
+    """The child's side: one JSON line before a step and one after it."""
+    _tell("begin", "import", None)
+    try:
+        import llama_cpp
+    except Exception as error:
+        return _tell("error", "import", f"{type(error).__name__}: {error}")
+    steps = {
+        "system": lambda: llama_cpp.llama_print_system_info().decode(),
+        "devices": lambda: list_devices(Ggml()),
+        "compute": lambda: try_products(Ggml()),
+        "native": load_native,
+    }
+    for name, step in steps.items():
+        _tell("begin", name, None)
+        try:
+            _tell("result", name, step())
+        except Exception as error:
+            _tell("error", name, f"{type(error).__name__}: {error}")
+
+
+def _tell(event, step, value):
+    print(f"\n{PROBE_MARK}{json_text.dumps([event, step, value])}", flush=True)
+
+
+def load_native():
+    from edgemoe import _native
+
+    _native.load()
+    return True
+
+
+class Ggml:
+    """The ggml that llama_cpp has loaded, through its public C interface. `ggml.name(...)` calls `ggml_name`."""
+
+    # Every other function used here returns a pointer or nothing.
+    INTS = ("backend_dev_type", "backend_graph_compute")
+    SIZES = ("backend_dev_count", "quantize_chunk")
+    STRINGS = ("backend_dev_name", "backend_dev_description", "backend_buft_name")
+    BOOLS = ("backend_dev_supports_op",)
+
+    def __init__(self):
+        import ctypes
+
+        import llama_cpp.llama_cpp as llama
+        from llama_cpp._ctypes_extensions import load_shared_library
+
+        self.c = ctypes
+        base = Path(llama._base_path)
+        # "ggml" knows the devices, "ggml-base" tensors and buffers; both are in the process already.
+        self.libraries = [load_shared_library(name, base) for name in ("ggml", "ggml-base")]
+
+    def __getattr__(self, name):
+        library = next(lib for lib in self.libraries if hasattr(lib, f"ggml_{name}"))
+        function = getattr(library, f"ggml_{name}")
+        function.restype = self.c.c_void_p
+        for names, kind in (
+            (self.INTS, self.c.c_int),
+            (self.SIZES, self.c.c_size_t),
+            (self.STRINGS, self.c.c_char_p),
+            (self.BOOLS, self.c.c_bool),
+        ):
+            if name in names:
+                function.restype = kind
+        return lambda *arguments: function(*(self._argument(value) for value in arguments))
+
+    def _argument(self, value):
+        if isinstance(value, int):  # a pointer or an int64_t; smaller integers take the same register
+            return self.c.c_int64(value)
+        return value
+
+    def new_context(self):
+        class Params(self.c.Structure):  # struct ggml_init_params
+            _fields_ = [("mem_size", self.c.c_size_t), ("mem_buffer", self.c.c_void_p), ("no_alloc", self.c.c_bool)]
+
+        return self.init(Params(1 << 20, None, True))
+
+    def function(self, address, *types):
+        return self.c.CFUNCTYPE(*types)(address)
+
+
+def list_devices(ggml):
+    """[[name, type, description, free bytes, total bytes], ...]"""
+    found = []
+    for i in range(ggml.backend_dev_count()):
+        device = ggml.backend_dev_get(i)
+        free, total = ggml.c.c_size_t(), ggml.c.c_size_t()
+        ggml.backend_dev_memory(device, ggml.c.byref(free), ggml.c.byref(total))
+        kind = ggml.backend_dev_type(device)
+        kind = DEVICE_TYPES[kind] if kind < len(DEVICE_TYPES) else f"type {kind}"
+        name, description = ggml.backend_dev_name(device), ggml.backend_dev_description(device)
+        found.append([name.decode(), kind, description.decode(), free.value, total.value])
+    return found
+
+
+def try_products(ggml):
+    """Weights × tokens for every weight type in every buffer type of the CPU device, each checked against numpy.
+
+    The buffer types beside the plain one (AMX, CPU_REPACK, ...) are where llama.cpp puts weights when it may, and where a
+    miscompiled kernel crashes. A batch of tokens is needed: one token alone takes a path without AMX tiles.
+    Returns [[weight type, buffer type], ...] of what was tried.
+    """
+    device = ggml.backend_dev_by_type(DEVICE_CPU)
+    backend = ggml.backend_dev_init(device, None)
+    tried = []
+    for buffer_type in [ggml.backend_dev_buffer_type(device), *_extra_buffer_types(ggml, device)]:
+        layout = ggml.backend_buft_name(buffer_type).decode()
+        for name, number in WEIGHT_TYPES.items():
+            _tell("begin", f"compute {name} in {layout}", None)
+            error = _relative_error(ggml, device, backend, buffer_type, number)
+            if error is None:
+                continue
+            if not error < 0.2:  # the coarsest type here is off by 0.1; NaN fails as well
+                raise ArithmeticError(f"{name} in {layout}: product is off by {error:.2g}, wanted less than 0.2")
+            tried.append([name, layout])
+    ggml.backend_free(backend)
+    return tried
+
+
+def _extra_buffer_types(ggml, device):
+    registry = ggml.backend_dev_backend_reg(device)
+    address = ggml.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+    if not address:
+        return
+    pointer = ggml.c.c_void_p
+    list_of = ggml.function(address, ggml.c.POINTER(pointer), pointer)(device)
+    while list_of and list_of[0]:
+        yield list_of[0]
+        list_of = ggml.c.cast(ggml.c.addressof(list_of.contents) + ggml.c.sizeof(pointer), ggml.c.POINTER(pointer))
+
+
+def _relative_error(ggml, device, backend, buffer_type, weight_type, n_in=256, n_out=64, n_token=32):
+    """|ggml − numpy| / |numpy|, or None where the layout does not take this type."""
+    import numpy as np
+
+    random = np.random.default_rng(1)
+    weights = random.standard_normal((n_out, n_in), dtype=np.float32)
+    tokens = random.standard_normal((n_token, n_in), dtype=np.float32)
+    weight_bytes, result = np.zeros(4 * weights.size, np.uint8), np.zeros((n_token, n_out), np.float32)
+
+    fixed, moving = ggml.new_context(), ggml.new_context()
+    w = ggml.new_tensor_2d(fixed, weight_type, n_in, n_out)
+    x = ggml.new_tensor_2d(moving, GGML_F32, n_in, n_token)
+    y = ggml.mul_mat(moving, w, x)
+    fixed_buffer = ggml.backend_alloc_ctx_tensors_from_buft(fixed, buffer_type)
+    moving_buffer = ggml.backend_alloc_ctx_tensors_from_buft(moving, ggml.backend_dev_buffer_type(device))
+    takes_it = bool(fixed_buffer) and ggml.backend_dev_supports_op(device, y)
+    if takes_it:
+        n = ggml.quantize_chunk(weight_type, weights.ctypes, weight_bytes.ctypes, 0, n_out, n_in, None)
+        ggml.backend_tensor_set(w, weight_bytes.ctypes, 0, n)
+        ggml.backend_tensor_set(x, tokens.ctypes, 0, tokens.nbytes)
+        graph = ggml.new_graph(moving)
+        ggml.build_forward_expand(graph, y)
+        status = ggml.backend_graph_compute(backend, graph)
+        if status != 0:
+            raise RuntimeError(f"ggml_backend_graph_compute returned {status}")
+        ggml.backend_tensor_get(y, result.ctypes, 0, result.nbytes)
+    for buffer in (fixed_buffer, moving_buffer):
+        if buffer:
+            ggml.backend_buffer_free(buffer)
+    ggml.free(fixed)
+    ggml.free(moving)
+    if not takes_it:
+        return None
+    wanted = tokens @ weights.T
+    return float(np.linalg.norm(result - wanted) / np.linalg.norm(wanted))

@@ -1,0 +1,46 @@
+"""A program on a terminal of its own, for tests that type and read as a person would."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+
+class Terminal:
+    def __init__(self, *arguments, **options):
+        self.master, slave = pty.openpty()
+        environment = os.environ | {"TERM": "dumb", "COLUMNS": "200"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "edgemoe.cli", *map(str, arguments)],
+            stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True, env=environment,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0), **options,
+        )  # fmt: skip
+        os.close(slave)
+        self.text = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def wait_for(self, pattern: str, timeout: float = 60) -> str:
+        """Reads until `pattern` (a regular expression) appears; returns what came up to its end and forgets that."""
+        deadline = time.monotonic() + timeout
+        while not (found := re.search(pattern, self.text)):
+            ready, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"{pattern!r} did not come; on screen:\n{self.text}")
+            try:
+                self.text += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"the program ended before {pattern!r}; on screen:\n{self.text}") from None
+        seen, self.text = self.text[: found.end()], self.text[found.end() :]
+        return seen
+
+    def close(self) -> int:
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            os.close(self.master)
