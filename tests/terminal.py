@@ -7,6 +7,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 
 class Terminal:
@@ -19,10 +20,20 @@ class Terminal:
             preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0), **options,
         )  # fmt: skip
         os.close(slave)
+        os.set_blocking(self.master, False)
         self.text = ""
 
     def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
+        # In small pieces, reading the echo in between: a terminal that nobody reads blocks both sides.
+        data = text.encode()
+        while data:
+            readable, writable, _ = select.select([self.master], [self.master], [], 60)
+            if readable:
+                self.text += os.read(self.master, 65536).decode(errors="replace")
+            if writable:
+                with suppress(BlockingIOError):
+                    data = data[os.write(self.master, data[:256]) :]
+            assert readable or writable, f"the program does not read; on screen:\n{self.text}"
 
     def wait_for(self, pattern: str, timeout: float = 60) -> str:
         """Reads until `pattern` (a regular expression) appears; returns what came up to its end and forgets that."""
@@ -37,6 +48,12 @@ class Terminal:
                 raise AssertionError(f"the program ended before {pattern!r}; on screen:\n{self.text}") from None
         seen, self.text = self.text[: found.end()], self.text[found.end() :]
         return seen
+
+    def press(self, key: str) -> None:
+        """A key for the line editor: waits for its prompt, and for the editor to have taken the terminal over."""
+        self.wait_for("> ")
+        time.sleep(0.5)
+        self.type(key)
 
     def close(self) -> int:
         try:

@@ -204,7 +204,7 @@ def test_chat_remembers_and_clears(chat, tmp_path):
     t.wait_for("no such command")
     t.type("/help\n")
     t.wait_for("Ctrl-C stops an answer")
-    t.type("\x04")
+    t.press("\x04")
     assert t.close() == 0
 
 
@@ -225,9 +225,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat, models):
 
 def test_ctrl_c_in_a_long_prompt(chat, models):
     t = chat("--ctx", "8192", "--threads", "1", model=models("qwen3moe", "F32", n_ff_exp=512, n_layer=4))
-    t.type('"""\n' + "expert token model \n" * 1500 + '"""\n')
-    t.wait_for('"""', timeout=30)
-    time.sleep(1.5)
+    t.type("expert token model " * 1500 + "\n")
+    time.sleep(1.5)  # reading so many tokens takes several seconds
     t.process.send_signal(signal.SIGINT)
     t.wait_for("stopped by Ctrl-C")
     t.type("/exit\n")
