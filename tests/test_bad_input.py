@@ -280,6 +280,10 @@ def test_an_unfinished_package_does_not_open(package):
     assert "interrupted conversion" in refusal(package)
 
 
+def test_a_conversion_that_was_stopped_just_before_its_end_does_not_open(package):
+    assert "unfinished conversion" in refusal(package.rename(package.parent / "model.edgemoe.partial"))
+
+
 def test_broken_chat_template(models):
     assert "chat template is broken" in refusal(models("qwen3moe", "Q8_0", chat_template="{% for %}"))
 

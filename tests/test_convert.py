@@ -532,7 +532,9 @@ def test_two_conversions_are_byte_identical(tmp_path, model):
 # Stopped runs
 
 def command(*args):
-    return [sys.executable, "-m", "edgemoe.convert.cli", *map(str, args)]
+    # Not `python -m`: from the checkout that would find the source tree, where convert/ is not inside edgemoe/.
+    code = "import sys; del sys.path[0]; from edgemoe.convert.cli import main; sys.exit(main())"
+    return [sys.executable, "-c", code, *map(str, args)]
 
 
 @pytest.fixture(scope="module")

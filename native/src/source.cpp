@@ -283,6 +283,10 @@ std::unique_ptr<source> source::open(const std::string & path) {
     }
     struct stat st;
     if (stat(path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) {
+        static const std::string partial = ".partial";
+        if (s->path.size() > partial.size() && s->path.compare(s->path.size() - partial.size(), partial.size(), partial) == 0) {
+            throw std::runtime_error(path + ": an unfinished conversion; run edgemoe-convert again and it goes on from there");
+        }
         if (stat((s->path + "/router.gguf").c_str(), &st) != 0) {
             throw std::runtime_error(path + ": not an edgemoe package: it has no router.gguf (an interrupted conversion? run edgemoe-convert again)");
         }
