@@ -13,6 +13,7 @@ from typing import Callable
 from .pieces import cut
 
 MODEL_TASK_BYTES = 32 << 20
+BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,18 @@ def model_tasks(plan):
 def run_tasks(tasks, work, n_jobs, label="", progress=False):
     """work(task) for every task on `n_jobs` threads; returns the results in task order.
 
-    The first exception in task order is raised, once the tasks that have begun are done; the rest is dropped.
+    The first exception in task order is raised, once the batches that have begun are done; the rest is dropped.
     """
     results = []
     advance, close = _bar(sum(task.nbytes for task in tasks), label) if progress else (lambda n: None, lambda: None)
+    # A blob may take less time than two threads need to hand one over.
+    batches = [tasks[i:i + BATCH] for i in range(0, len(tasks), BATCH)]
     with ThreadPoolExecutor(n_jobs) as pool:
-        futures = [pool.submit(work, task) for task in tasks]
+        futures = [pool.submit(lambda batch: [work(task) for task in batch], batch) for batch in batches]
         try:
-            for task, future in zip(tasks, futures):
-                results.append(future.result())
-                advance(task.nbytes)
+            for batch, future in zip(batches, futures):
+                results += future.result()
+                advance(sum(task.nbytes for task in batch))
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -5,11 +5,12 @@ The library has no search path of its own for ggml: it binds to the copy that ll
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import lru_cache
 from pathlib import Path
 
-from edgemoe.errors import EdgemoeError
+from edgemoe.errors import EdgemoeError, ModelError
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / ("libedgemoe.dylib" if sys.platform == "darwin" else "libedgemoe.so")
@@ -50,6 +51,17 @@ def text(pointer) -> str:
     """A C string, which is UTF-8 except where a file name is not."""
     ffi, _ = load()
     return ffi.string(pointer).decode(errors="surrogateescape") if pointer else ""
+
+
+def opened(function: str, path: str):
+    """Calls a function of the library that opens a path. Raises ModelError."""
+    _, lib = load()
+    if not os.path.exists(path):
+        raise ModelError(f"{path}: no such file or directory")
+    handle = getattr(lib, function)(os.fsencode(path))
+    if not handle:
+        raise ModelError(last_error())
+    return handle
 
 
 def number(pointer) -> int:

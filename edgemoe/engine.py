@@ -23,6 +23,8 @@ from edgemoe.errors import ModelError, ModelFault
 from edgemoe.package import Source
 from edgemoe.tokenizer import WholePieceTokenizer
 
+_native.load()  # here, not at the first load: like llama_cpp, whose import loads its libraries
+
 _pending = threading.local()
 _load_from_file = C.llama_model_load_from_file
 
@@ -68,22 +70,18 @@ def open_plain(files: list[str], **options) -> llama_cpp.Llama:
 
 
 class _Experts:
-    """One opened model: its source, and the native side that owns the routed experts (none for a dense model)."""
+    """One opened model: its source, and the native side that owns the routed experts."""
 
     def __init__(self, path: str, use_extra_bufts: bool):
         self.use_extra_bufts = use_extra_bufts
-        self._ffi, self._lib = _native.load()
-        self.source = Source(path)
         self.process = os.getpid()
-        self.handle = None
-        if self.source.kind != "dense":
-            self.handle = self._lib.edgemoe_model_open(self.source.release())
-            if not self.handle:
-                raise ModelError(f"{path}: {_native.last_error()}")
+        self._ffi, self._lib = _native.load()
+        self.handle = _native.opened("edgemoe_model_open", path)
+        self.source = Source(path, self._lib.edgemoe_model_source(self.handle))
 
     def load(self, params):
         files = list(self.source.files)
-        if self.handle:
+        if self.source.kind != "dense":
             buffer_type = _native.number(self._lib.edgemoe_model_buffer_type(self.handle))
             pattern = self._ffi.string(self._lib.edgemoe_expert_pattern())
             overrides = (_BufferOverride * 2)(_BufferOverride(pattern, buffer_type), _BufferOverride(None, None))
@@ -91,25 +89,24 @@ class _Experts:
             ghost = _native.text(self._lib.edgemoe_model_ghost(self.handle))
             files += [ghost] if ghost else []
         model = _load_mapped(files, params, self.use_extra_bufts)
-        if model and self.handle:
+        if model:
             self._lib.edgemoe_model_loaded(self.handle)
         return model
 
     def fault(self) -> str:
         if os.getpid() != self.process:
             return "this process was forked from the one that opened the model; open the model after the fork"
-        return _native.text(self._lib.edgemoe_model_fault(self.handle)) if self.handle else ""
+        return _native.text(self._lib.edgemoe_model_fault(self.handle))
 
     def stats(self) -> dict[str, int]:
         stats = self._ffi.new("struct edgemoe_stats *")
-        if self.handle:
-            self._lib.edgemoe_model_get_stats(self.handle, stats)
+        self._lib.edgemoe_model_get_stats(self.handle, stats)
         return {name: getattr(stats, name) for name, _ in self._ffi.typeof("struct edgemoe_stats").fields}
 
     def close(self) -> None:
-        if self.handle and os.getpid() == self.process:
+        if self.handle:
             self._lib.edgemoe_model_close(self.handle)
-        self.handle = None
+            self.handle = None
 
 
 @contextmanager

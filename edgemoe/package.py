@@ -39,15 +39,12 @@ class Source:
     layers (list of ExpertLayer), expert_bytes and dense_bytes.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, handle=None):
+        """`handle`: a native source that somebody else owns and closes."""
         self.path = os.fspath(path)
         self._ffi, self._lib = _native.load()
-        if not os.path.exists(self.path):
-            raise ModelError(f"{self.path}: no such file or directory")
-        self._handle = self._lib.edgemoe_source_open(os.fsencode(self.path))
-        if not self._handle:
-            raise ModelError(_native.last_error())
-        self._owned = True
+        self._owned = handle is None
+        self._handle = handle or _native.opened("edgemoe_source_open", self.path)
         self._describe()
 
     def _describe(self) -> None:
@@ -85,15 +82,10 @@ class Source:
             raise ModelError(_native.last_error())
         return bytes(buffer)
 
-    def release(self):
-        """Gives the native handle to a model, which owns it from then on. What was described at opening stays; reading does not."""
-        self._owned = False
-        return self._handle
-
     def close(self) -> None:
-        if getattr(self, "_owned", False):
+        if getattr(self, "_handle", None) and self._owned:
             self._lib.edgemoe_source_close(self._handle)
-            self._owned = False
+            self._handle = None
 
     def __enter__(self) -> Source:
         return self

@@ -61,23 +61,25 @@ def run_child(variant: str, path: Path, threads: int) -> dict:
 
 
 def measure_convert(source: Path, folder: Path, rounds: int) -> dict:
-    """cp and edgemoe-convert of the same file, in turns; bytes per second and the sizes."""
-    copy, package = folder / "copy.gguf", folder / "bench.edgemoe"
+    """cp and edgemoe-convert of the same file, in turns; seconds and the sizes."""
     times: dict[str, list[float]] = {"cp": [], "convert": []}
     report = {}
-    for _ in range(rounds):
+    for i in range(rounds):
         for name in times:
-            copy.unlink(missing_ok=True)
-            shutil.rmtree(package, ignore_errors=True)
+            # New names each round, deleted at the end: ext4 is slow to hand out inodes that were freed a minute ago.
+            copy, package = folder / f"bench-{i}.gguf", folder / f"bench-{i}.edgemoe"
             os.sync()  # nobody pays for another's dirty pages
             start = time.perf_counter()
             if name == "cp":
                 subprocess.run(["cp", str(source), str(copy)], check=True)
             else:
-                command = [sys.executable, "-m", "edgemoe.convert.cli", str(source), str(package), "--json", "--quiet"]
+                command = [str(Path(sys.executable).parent / "edgemoe-convert"), str(source), str(package), "--json", "--quiet"]
                 report = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
             times[name].append(time.perf_counter() - start)
-    copy.unlink(missing_ok=True)
+    for i in range(rounds):
+        (folder / f"bench-{i}.gguf").unlink()
+        if i < rounds - 1:
+            shutil.rmtree(folder / f"bench-{i}.edgemoe")
     size = source.stat().st_size
     packed = sum(f.stat().st_size for f in package.rglob("*") if f.is_file())
     return {

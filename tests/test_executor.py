@@ -51,10 +51,10 @@ class Product:
     def __init__(self, ggml, path):
         self.ffi, self.g = ggml
         self.native_ffi, self.native = _native.load()
-        source = Source(path)
-        projection = source.layers[0].projections[-1]
-        self.n_in, self.n_out, self.n_expert = projection.n_in, projection.n_out, source.layers[0].n_expert
-        self.model = self.native.edgemoe_model_open(source.release())
+        self.model = _native.opened("edgemoe_model_open", str(path))
+        layer = Source(path, self.native.edgemoe_model_source(self.model)).layers[0]
+        projection = layer.projections[-1]
+        self.n_in, self.n_out, self.n_expert = projection.n_in, projection.n_out, layer.n_expert
         buffer_type = self.ffi.cast("void *", int(self.native_ffi.cast("uintptr_t", self.native.edgemoe_model_buffer_type(self.model))))
         self.contexts = [self._context() for _ in range(3)]
         weights, self.inputs, self.nodes = self.contexts

@@ -14,7 +14,7 @@ extern "C" {
 
 // --- cffi begin ---
 
-// A model on disk: a GGUF (one file or shards) or a package directory, opened and checked, nothing mapped yet.
+// A model on disk: a GGUF (one file or shards) or a package directory, opened and checked, nothing mapped.
 typedef struct edgemoe_source edgemoe_source;
 
 // A source whose experts are mapped and for which a ggml buffer type exists. Must outlive every llama_model loaded with that buffer type.
@@ -88,10 +88,10 @@ int64_t          edgemoe_source_integer(const edgemoe_source * source, const cha
 // Reads one projection of one expert into dst, which has room for its bytes. 0, or -1.
 int              edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t projection, uint32_t expert, void * dst);
 
-// Takes the source over, also on failure. The source stays readable through edgemoe_model_source.
-edgemoe_model *        edgemoe_model_open(edgemoe_source * source);
+edgemoe_model *        edgemoe_model_open(const char * path);
 void                   edgemoe_model_close(edgemoe_model * model);
-const edgemoe_source * edgemoe_model_source(const edgemoe_model * model);
+// The model's own source, which must not be closed.
+edgemoe_source *       edgemoe_model_source(edgemoe_model * model);
 // A ggml_backend_buffer_type_t for llama_model_tensor_buft_override, and the pattern that goes with it.
 void *                 edgemoe_model_buffer_type(edgemoe_model * model);
 const char *           edgemoe_expert_pattern(void);

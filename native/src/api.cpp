@@ -10,7 +10,7 @@
 using namespace edgemoe;
 
 struct edgemoe_source {
-    std::unique_ptr<source> owned;   // empty once a model has taken it over
+    std::unique_ptr<source> owned;   // empty for the source of a model
     const source *          s;
 };
 
@@ -79,6 +79,7 @@ int edgemoe_get_device(uint32_t index, edgemoe_device_info * info) {
 edgemoe_source * edgemoe_source_open(const char * path) {
     return guarded([&] {
         auto s = source::open(path);
+        s->visit_blobs([](const expert_layer &, uint32_t, const file &) {});
         const source * view = s.get();
         return new edgemoe_source { std::move(s), view };
     }, nullptr);
@@ -135,15 +136,11 @@ int edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t 
     }, -1);
 }
 
-edgemoe_model * edgemoe_model_open(edgemoe_source * source) {
+edgemoe_model * edgemoe_model_open(const char * path) {
     return guarded([&] {
-        const std::unique_ptr<edgemoe_source> taken(source);
-        if (!taken->owned) {
-            throw std::logic_error("this source already belongs to a model");
-        }
         register_device();
         auto opened = std::make_unique<edgemoe_model>();
-        opened->m      = std::make_unique<model>(std::move(taken->owned));
+        opened->m      = std::make_unique<model>(source::open(path));
         opened->view.s = opened->m->src.get();
         return opened.release();
     }, nullptr);
@@ -151,7 +148,7 @@ edgemoe_model * edgemoe_model_open(edgemoe_source * source) {
 
 void edgemoe_model_close(edgemoe_model * model) { delete model; }
 
-const edgemoe_source * edgemoe_model_source(const edgemoe_model * model) { return &model->view; }
+edgemoe_source * edgemoe_model_source(edgemoe_model * model) { return &model->view; }
 
 void * edgemoe_model_buffer_type(edgemoe_model * model) { return model->m->buffer_type(); }
 

@@ -217,10 +217,12 @@ void foreign_mappings::add(const std::string & path) {
         }
         return;   // without /proc the dense weights are unguarded, as in llama.cpp itself
     }
+    // A package has thousands of mappings: a look for the name first, the parsing only where it is found.
+    const std::string name = path.substr(path.find_last_of('/') + 1);
     char line[8192];
     while (fgets(line, sizeof(line), maps) && n < MAX) {
         unsigned long begin, end, inode;
-        if (sscanf(line, "%lx-%lx %*s %*s %*s %lu", &begin, &end, &inode) == 3 && inode == (unsigned long) st.st_ino) {
+        if (strstr(line, name.c_str()) && sscanf(line, "%lx-%lx %*s %*s %*s %lu", &begin, &end, &inode) == 3 && inode == (unsigned long) st.st_ino) {
             guards[n++] = add_guard((void *) begin, end - begin);
         }
     }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <stdexcept>
 
 #include <sys/stat.h>
@@ -10,8 +11,9 @@ namespace edgemoe {
 
 static const char * const PROJECTIONS[] = { "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps" };
 
+// Literal text only: libllama compiles the expression anew for every tensor of the model, and bracket expressions cost it tens of milliseconds.
 const char * expert_pattern() {
-    return "^blk\\.[0-9]+\\.ffn_(gate|up|gate_up|down)_exps\\.weight$";
+    return "ffn_gate_exps.weight|ffn_up_exps.weight|ffn_gate_up_exps.weight|ffn_down_exps.weight";
 }
 
 // "blk.7.ffn_up_exps.weight" → layer 7, true. Anything else is a dense tensor.
@@ -165,8 +167,7 @@ static void check_blob_size(const expert_layer & layer, uint32_t expert, const f
 }
 
 // Reads where the projections lie from the blob of expert 0, and checks them against the stacked shapes of the ghost header.
-// Returns that blob's header bytes: every other blob of the layer has the same, but for the number of the expert.
-static std::string read_layout(const source & s, expert_layer & layer) {
+static void read_layout(const source & s, expert_layer & layer) {
     const file f(s.blob_path(layer, 0));
     check_blob_size(layer, 0, f);
     const gguf_header h(f);
@@ -188,9 +189,8 @@ static std::string read_layout(const source & s, expert_layer & layer) {
         }
         p.offset = t->offset;
     }
-    std::string bytes(h.data_offset, '\0');
-    f.read(&bytes[0], bytes.size(), 0);
-    return bytes;
+    layer.blob_header.resize(h.data_offset);
+    f.read(&layer.blob_header[0], layer.blob_header.size(), 0);
 }
 
 // Where the value of "edgemoe.expert" lies in a blob's header: behind the key's text and the type (u32).
@@ -203,23 +203,27 @@ static size_t expert_number_at(const std::string & header, const std::string & p
     return at + key.size() + 4;
 }
 
-static void check_blobs(const source & s, expert_layer & layer) {
-    std::string wanted = read_layout(s, layer);
-    const size_t number_at = expert_number_at(wanted, s.blob_path(layer, 0));
-    std::string found(wanted.size(), '\0');
-    for (uint32_t e = 1; e < layer.n_expert; e++) {
-        const file f(s.blob_path(layer, e));
-        check_blob_size(layer, e, f);
-        f.read(&found[0], found.size(), 0);
-        for (int byte = 0; byte < 4; byte++) {
-            wanted[number_at + (size_t) byte] = (char) (e >> (8 * byte));
+void source::visit_blobs(const blob_visitor & visit) const {
+    if (kind != source_kind::package) {
+        return;
+    }
+    for (const expert_layer & layer : layers) {
+        std::string wanted = layer.blob_header, found(wanted.size(), '\0');
+        const size_t number_at = expert_number_at(wanted, blob_path(layer, 0));
+        for (uint32_t e = 0; e < layer.n_expert; e++) {
+            const file f(blob_path(layer, e));
+            check_blob_size(layer, e, f);
+            f.read(&found[0], found.size(), 0);
+            for (int byte = 0; byte < 4; byte++) {
+                wanted[number_at + (size_t) byte] = (char) (e >> (8 * byte));
+            }
+            if (found != wanted) {
+                const gguf_header h(f);   // says what is wrong, if it is not even GGUF
+                throw std::runtime_error(blob_name(layer, e) + ": " + f.path + " holds layer " + std::to_string(h.integer("edgemoe.layer", -1)) + ", expert " +
+                    std::to_string(h.integer("edgemoe.expert", -1)) + " of " + h.text("edgemoe.fingerprint") + ", wanted this expert of " + fingerprint);
+            }
+            visit(layer, e, f);
         }
-        if (found == wanted) {
-            continue;
-        }
-        const gguf_header h(f);   // says what is wrong, if it is not even GGUF
-        throw std::runtime_error(blob_name(layer, e) + ": " + f.path + " holds layer " + std::to_string(h.integer("edgemoe.layer", -1)) + ", expert " +
-            std::to_string(h.integer("edgemoe.expert", -1)) + " of " + h.text("edgemoe.fingerprint") + ", wanted this expert of " + s.fingerprint);
     }
 }
 
@@ -271,7 +275,7 @@ static void open_package(source & s) {
             throw std::runtime_error(sidecar.path + ": lists layer " + std::to_string(indices[i]) + ", its ghost has layer " + std::to_string(s.layers[i].index));
         }
         s.layers[i].blob_bytes = blob_bytes[i];
-        check_blobs(s, s.layers[i]);
+        read_layout(s, s.layers[i]);
     }
 }
 

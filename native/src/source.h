@@ -1,11 +1,11 @@
 // The expert source: where the bytes of projection p of expert e in layer l lie, for a stacked GGUF (one file or shards) and for a package alike.
-// Opening checks everything that can be checked without reading weights; after it, a location is valid as long as nobody changes the files.
+// Opening checks everything that can be checked without reading weights or visiting every blob; visit_blobs checks those.
 #pragma once
 
 #include "gguf_file.h"
 
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -27,13 +27,18 @@ struct expert_layer {
     uint32_t                index;       // blk.<index>
     uint32_t                n_expert;
     std::vector<projection> projections;
-    uint64_t                blob_bytes = 0;   // package only
+    uint64_t                blob_bytes = 0;   // package only, as is the header
+    std::string             blob_header;      // that of expert 0; the others have the same, but for the number of the expert
 
     size_t bytes_per_expert() const;
 };
 
 struct source {
     static std::unique_ptr<source> open(const std::string & path);
+
+    // Opens every blob of a package, checks its size and header, and hands it over, in the order of layers and experts.
+    using blob_visitor = std::function<void(const expert_layer & layer, uint32_t expert, const file & blob)>;
+    void visit_blobs(const blob_visitor & visit) const;
 
     std::string blob_path(const expert_layer & layer, uint32_t expert) const;
     // Reads one projection of one expert into `dst`.

@@ -33,15 +33,17 @@ store::store(const source & s) : mapped(address_space(s)), views(s.layers.size()
 void store::map_package(const source & s) {
     size_t at = 0;
     for (size_t l = 0; l < s.layers.size(); l++) {
-        const expert_layer & layer = s.layers[l];
-        const size_t stride = blob_stride(layer);
-        for (const projection & p : layer.projections) {
+        const size_t stride = blob_stride(s.layers[l]);
+        for (const projection & p : s.layers[l].projections) {
             views[l].push_back({ mapped.base() + at + p.offset, stride });
         }
-        for (uint32_t e = 0; e < layer.n_expert; e++, at += stride) {
-            mapped.map(at, file(s.blob_path(layer, e)), layer.blob_bytes);
-        }
+        at += s.layers[l].n_expert * stride;
     }
+    at = 0;
+    s.visit_blobs([&](const expert_layer & layer, uint32_t, const file & blob) {
+        mapped.map(at, blob, layer.blob_bytes);
+        at += blob_stride(layer);
+    });
 }
 
 void store::map_stacked(const source & s) {
