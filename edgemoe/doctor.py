@@ -1,7 +1,6 @@
 """`edgemoe doctor`: what is wrong with this installation or machine, and the command that mends it.
 
-Whatever can crash runs in one child process, the probe: it names each step before it begins, so that the parent can tell
-what killed it. The parent never loads a native library, and so it always lives to report.
+Whatever can crash runs in one child process (edgemoe.probe). The parent never loads a native library, and so it always lives to report.
 """
 
 import dataclasses
@@ -15,6 +14,8 @@ import sys
 from pathlib import Path
 
 from edgemoe import machine
+from edgemoe.devices import SOFTWARE
+from edgemoe.probe import PROBE_MARK
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 COLOURS = {OK: "\033[32m", WARN: "\033[33m", FAIL: "\033[31m"}
@@ -22,11 +23,9 @@ COLOURS = {OK: "\033[32m", WARN: "\033[33m", FAIL: "\033[31m"}
 WANTED_LLAMA = "0.3.36"
 WANTED_PYTHON = (3, 10)
 PROBE_SECONDS = 8
-PROBE_MARK = "edgemoe-probe: "
 MAP_COUNT = 65530  # the kernel's own default
 LOW_DISK_BYTES = 2 << 30
 LOW_MEMORY_BYTES = 1 << 30
-SOFTWARE_DEVICES = ("llvmpipe", "lavapipe", "swiftshader")
 
 AMX_OFF = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 FIX_NATIVE = "pip install ."
@@ -35,12 +34,6 @@ FIX_LLAMA = f"pip install 'llama-cpp-python=={WANTED_LLAMA}', or scripts/setup.s
 _REBUILD = f"pip install --force-reinstall --no-deps --no-cache-dir --no-binary llama-cpp-python llama-cpp-python=={WANTED_LLAMA}"
 FIX_AMX = f"CFLAGS='{AMX_OFF}' CXXFLAGS='{AMX_OFF}' {_REBUILD}"
 FIX_REBUILD = f"rebuild it on this machine: {_REBUILD}"
-
-# ggml's numbers (ggml.h, ggml-backend.h)
-GGML_F32 = 0
-WEIGHT_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 8, "Q4_K": 12}
-DEVICE_TYPES = ("CPU", "GPU", "IGPU", "ACCEL", "META")
-DEVICE_CPU = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +136,7 @@ def check_devices(probe):
         text = f"{name} ({kind}): {description}"
         if kind in ("GPU", "IGPU"):
             text += f", {machine.human_bytes(free)} of {machine.human_bytes(total)} free"
-        if any(word in description.lower() for word in SOFTWARE_DEVICES):
+        if any(word in description.lower() for word in SOFTWARE):
             fix = "install the Vulkan driver of your GPU; without a GPU nothing is to be done"
             checks.append(Check("device", WARN, text + "; computes on the CPU, so it is never picked unasked", fix))
         else:
@@ -257,7 +250,7 @@ class Probe:
 
 def probe_command():
     # The child searches modules exactly where this process does, so it finds the same edgemoe and the same llama_cpp.
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from edgemoe import doctor; doctor.probe()"]
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from edgemoe import probe; probe.probe()"]
 
 
 def run_probe():
@@ -282,171 +275,3 @@ def run_probe():
     elif code > 0:
         probe.died_of = f"exit code {code}"
     return probe
-
-
-def probe():
-    """The child's side: one JSON line before a step and one after it."""
-    _tell("begin", "import", None)
-    try:
-        import llama_cpp
-    except Exception as error:
-        return _tell("error", "import", f"{type(error).__name__}: {error}")
-    steps = {
-        "system": lambda: llama_cpp.llama_print_system_info().decode(),
-        "devices": lambda: list_devices(Ggml()),
-        "compute": lambda: try_products(Ggml()),
-        "native": load_native,
-    }
-    for name, step in steps.items():
-        _tell("begin", name, None)
-        try:
-            _tell("result", name, step())
-        except Exception as error:
-            _tell("error", name, f"{type(error).__name__}: {error}")
-
-
-def _tell(event, step, value):
-    print(f"\n{PROBE_MARK}{json_text.dumps([event, step, value])}", flush=True)
-
-
-def load_native():
-    from edgemoe import _native
-
-    _native.load()
-    return True
-
-
-class Ggml:
-    """The ggml that llama_cpp has loaded, through its public C interface. `ggml.name(...)` calls `ggml_name`."""
-
-    # Every other function used here returns a pointer or nothing.
-    INTS = ("backend_dev_type", "backend_graph_compute")
-    SIZES = ("backend_dev_count", "quantize_chunk")
-    STRINGS = ("backend_dev_name", "backend_dev_description", "backend_buft_name")
-    BOOLS = ("backend_dev_supports_op",)
-
-    def __init__(self):
-        import ctypes
-
-        import llama_cpp.llama_cpp as llama
-        from llama_cpp._ctypes_extensions import load_shared_library
-
-        self.c = ctypes
-        base = Path(llama._base_path)
-        # "ggml" knows the devices, "ggml-base" tensors and buffers; both are in the process already.
-        self.libraries = [load_shared_library(name, base) for name in ("ggml", "ggml-base")]
-
-    def __getattr__(self, name):
-        library = next(lib for lib in self.libraries if hasattr(lib, f"ggml_{name}"))
-        function = getattr(library, f"ggml_{name}")
-        function.restype = self.c.c_void_p
-        for names, kind in (
-            (self.INTS, self.c.c_int),
-            (self.SIZES, self.c.c_size_t),
-            (self.STRINGS, self.c.c_char_p),
-            (self.BOOLS, self.c.c_bool),
-        ):
-            if name in names:
-                function.restype = kind
-        return lambda *arguments: function(*(self._argument(value) for value in arguments))
-
-    def _argument(self, value):
-        if isinstance(value, int):  # a pointer or an int64_t; smaller integers take the same register
-            return self.c.c_int64(value)
-        return value
-
-    def new_context(self):
-        class Params(self.c.Structure):  # struct ggml_init_params
-            _fields_ = [("mem_size", self.c.c_size_t), ("mem_buffer", self.c.c_void_p), ("no_alloc", self.c.c_bool)]
-
-        return self.init(Params(1 << 20, None, True))
-
-    def function(self, address, *types):
-        return self.c.CFUNCTYPE(*types)(address)
-
-
-def list_devices(ggml):
-    """[[name, type, description, free bytes, total bytes], ...]"""
-    found = []
-    for i in range(ggml.backend_dev_count()):
-        device = ggml.backend_dev_get(i)
-        free, total = ggml.c.c_size_t(), ggml.c.c_size_t()
-        ggml.backend_dev_memory(device, ggml.c.byref(free), ggml.c.byref(total))
-        kind = ggml.backend_dev_type(device)
-        kind = DEVICE_TYPES[kind] if kind < len(DEVICE_TYPES) else f"type {kind}"
-        name, description = ggml.backend_dev_name(device), ggml.backend_dev_description(device)
-        found.append([name.decode(), kind, description.decode(), free.value, total.value])
-    return found
-
-
-def try_products(ggml):
-    """Weights × tokens for every weight type in every buffer type of the CPU device, each checked against numpy.
-
-    The buffer types beside the plain one (AMX, CPU_REPACK, ...) are where llama.cpp puts weights when it may, and where a
-    miscompiled kernel crashes. A batch of tokens is needed: one token alone takes a path without AMX tiles.
-    Returns [[weight type, buffer type], ...] of what was tried.
-    """
-    device = ggml.backend_dev_by_type(DEVICE_CPU)
-    backend = ggml.backend_dev_init(device, None)
-    tried = []
-    for buffer_type in [ggml.backend_dev_buffer_type(device), *_extra_buffer_types(ggml, device)]:
-        layout = ggml.backend_buft_name(buffer_type).decode()
-        for name, number in WEIGHT_TYPES.items():
-            _tell("begin", f"compute {name} in {layout}", None)
-            error = _relative_error(ggml, device, backend, buffer_type, number)
-            if error is None:
-                continue
-            if not error < 0.2:  # the coarsest type here is off by 0.1; NaN fails as well
-                raise ArithmeticError(f"{name} in {layout}: product is off by {error:.2g}, wanted less than 0.2")
-            tried.append([name, layout])
-    ggml.backend_free(backend)
-    return tried
-
-
-def _extra_buffer_types(ggml, device):
-    registry = ggml.backend_dev_backend_reg(device)
-    address = ggml.backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
-    if not address:
-        return
-    pointer = ggml.c.c_void_p
-    list_of = ggml.function(address, ggml.c.POINTER(pointer), pointer)(device)
-    while list_of and list_of[0]:
-        yield list_of[0]
-        list_of = ggml.c.cast(ggml.c.addressof(list_of.contents) + ggml.c.sizeof(pointer), ggml.c.POINTER(pointer))
-
-
-def _relative_error(ggml, device, backend, buffer_type, weight_type, n_in=256, n_out=64, n_token=32):
-    """|ggml − numpy| / |numpy|, or None where the layout does not take this type."""
-    import numpy as np
-
-    random = np.random.default_rng(1)
-    weights = random.standard_normal((n_out, n_in), dtype=np.float32)
-    tokens = random.standard_normal((n_token, n_in), dtype=np.float32)
-    weight_bytes, result = np.zeros(4 * weights.size, np.uint8), np.zeros((n_token, n_out), np.float32)
-
-    fixed, moving = ggml.new_context(), ggml.new_context()
-    w = ggml.new_tensor_2d(fixed, weight_type, n_in, n_out)
-    x = ggml.new_tensor_2d(moving, GGML_F32, n_in, n_token)
-    y = ggml.mul_mat(moving, w, x)
-    fixed_buffer = ggml.backend_alloc_ctx_tensors_from_buft(fixed, buffer_type)
-    moving_buffer = ggml.backend_alloc_ctx_tensors_from_buft(moving, ggml.backend_dev_buffer_type(device))
-    takes_it = bool(fixed_buffer) and ggml.backend_dev_supports_op(device, y)
-    if takes_it:
-        n = ggml.quantize_chunk(weight_type, weights.ctypes, weight_bytes.ctypes, 0, n_out, n_in, None)
-        ggml.backend_tensor_set(w, weight_bytes.ctypes, 0, n)
-        ggml.backend_tensor_set(x, tokens.ctypes, 0, tokens.nbytes)
-        graph = ggml.new_graph(moving)
-        ggml.build_forward_expand(graph, y)
-        status = ggml.backend_graph_compute(backend, graph)
-        if status != 0:
-            raise RuntimeError(f"ggml_backend_graph_compute returned {status}")
-        ggml.backend_tensor_get(y, result.ctypes, 0, result.nbytes)
-    for buffer in (fixed_buffer, moving_buffer):
-        if buffer:
-            ggml.backend_buffer_free(buffer)
-    ggml.free(fixed)
-    ggml.free(moving)
-    if not takes_it:
-        return None
-    wanted = tokens @ weights.T
-    return float(np.linalg.norm(result - wanted) / np.linalg.norm(wanted))

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 PYTHON = [
     {"errors", "machine"},
     {"_native"},
-    {"package", "devices", "tokenizer"},
+    {"package", "devices", "tokenizer", "probe"},
     {"plan", "engine"},
     {"session", "verify", "doctor"},
     {"chat"},
