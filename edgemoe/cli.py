@@ -97,7 +97,7 @@ def _verify(options) -> int:
     from edgemoe import verify
 
     prompt = options.prompt or verify.PROMPT
-    report = verify.verify(options.path, options.tokens, prompt, options.against, options.threads, options.bound)
+    report = verify.verify(options.path, options.tokens, prompt, options.against, options.threads, options.bound, progress=sys.stderr.isatty())
     print(json.dumps(report.as_dict()) if options.json else report.text())
     return 0 if report.ok else 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFReader
 from llama_cpp import llama_cpp as C
+from tqdm import tqdm
 
 from edgemoe import engine, machine
 from edgemoe.errors import ModelError
@@ -18,6 +20,7 @@ from edgemoe.package import Source
 
 PROMPT = "The lighthouse keeper counted the ships that passed in the night, and wrote their names into a long list. In the morning"
 N_RANDOM_PROMPT = 32
+N_PASSES = 2
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,15 @@ class Report:
         )
 
 
-def verify(path: str, n_tokens: int = 64, prompt: str = PROMPT, against: str | None = None, n_threads: int | None = None, bound: float = 0.0) -> Report:
+def verify(
+    path: str,
+    n_tokens: int = 64,
+    prompt: str = PROMPT,
+    against: str | None = None,
+    n_threads: int | None = None,
+    bound: float = 0.0,
+    progress: bool = False,
+) -> Report:
     """Compares on the CPU. `against` names the stacked GGUF that a package was made from; without it the package's own experts are put
     back together in memory, which takes as much as they are big. Raises ModelError when that does not fit or a model cannot be opened."""
     options = {
@@ -68,13 +79,16 @@ def verify(path: str, n_tokens: int = 64, prompt: str = PROMPT, against: str | N
         "verbose": False,
         "logits_all": True,
     }
-    # Plain first: only then has this process never seen edgemoe's device.
-    with _reference(path, against) as (files, name):
-        with closing(engine.open_plain(files, **options)) as llm:
-            tokens = _prompt_tokens(llm, prompt)
-            plain = _run(llm, tokens, n_tokens, None)
-    with closing(engine.Llama(path, **options)) as llm:
-        ours = _run(llm, tokens, n_tokens, plain.continuation)
+    with tqdm(total=2 * N_PASSES * (1 + n_tokens), unit="step", leave=False, disable=not progress) as bar:
+        # Plain first: only then has this process never seen edgemoe's device.
+        bar.set_description("plain llama.cpp")
+        with _reference(path, against) as (files, name):
+            with closing(engine.open_plain(files, **options)) as llm:
+                tokens = _prompt_tokens(llm, prompt)
+                plain = _run(llm, tokens, n_tokens, None, bar.update)
+        bar.set_description("edgemoe")
+        with closing(engine.Llama(path, **options)) as llm:
+            ours = _run(llm, tokens, n_tokens, plain.continuation, bar.update)
     difference = np.abs(plain.logits - ours.logits).max(axis=1)
     different = np.flatnonzero(~(difference == 0))  # a NaN counts as different
     worst = float(difference.max())
@@ -103,17 +117,19 @@ class _Run:
     decode_rate: float
 
 
-def _run(llm, tokens: list[int], n_tokens: int, forced: list[int] | None) -> _Run:
-    """Prompt, then n_tokens single steps: greedy ones, or `forced` ones so that both models see the same tokens."""
-    for _ in range(2):  # the first pass warms up
+def _run(llm, tokens: list[int], n_tokens: int, forced: list[int] | None, tick: Callable[[], object]) -> _Run:
+    """Prompt, then n_tokens single steps: greedy ones, or `forced` ones so that both models see the same tokens. The first pass only warms up."""
+    for _ in range(N_PASSES):
         llm.reset()
         start = time.perf_counter()
         llm.eval(tokens)
+        tick()
         prompt_done = time.perf_counter()
         greedy = []
         for i in range(n_tokens):
             greedy.append(int(llm.scores[llm.n_tokens - 1].argmax()))
             llm.eval([forced[i] if forced else greedy[-1]])
+            tick()
         decode_done = time.perf_counter()
     return _Run(
         logits=llm.scores[: llm.n_tokens].copy(),

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <stdexcept>
 
 #include <sys/mman.h>
@@ -178,7 +179,11 @@ static void backend_free(ggml_backend_t backend) {
 }
 
 static ggml_status backend_compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    return executor_of(backend).compute(graph, lookup_weight);
+    try {
+        return executor_of(backend).compute(graph, lookup_weight);
+    } catch (const std::bad_alloc &) {
+        return GGML_STATUS_ALLOC_FAILED;   // ggml is C: nothing may be thrown through it
+    }
 }
 
 static void backend_set_n_threads(ggml_backend_t backend, int n) { executor_of(backend).set_n_threads(n); }

@@ -2,18 +2,23 @@
 
 #include <mutex>
 #include <stdexcept>
+#include <thread>
 
 namespace edgemoe {
 
-// ggml's parser explains itself only through the log. The log callback is global, so one header is read at a time.
+// ggml's parser explains itself only through the log. The log callback is global: one header is read at a time, and what other threads
+// log meanwhile goes where it would have gone.
 struct log_capture {
-    log_capture() : lock(mutex()) {
+    log_capture() : lock(mutex()), owner(std::this_thread::get_id()) {
         ggml_log_get(&previous, &previous_data);
         ggml_log_set([](ggml_log_level level, const char * text, void * data) {
-            if (level == GGML_LOG_LEVEL_ERROR) {
-                *(std::string *) data += text;
+            log_capture & self = *(log_capture *) data;
+            if (std::this_thread::get_id() != self.owner) {
+                self.previous(level, text, self.previous_data);
+            } else if (level == GGML_LOG_LEVEL_ERROR) {
+                self.text += text;
             }
-        }, &text);
+        }, this);
     }
     ~log_capture() { ggml_log_set(previous, previous_data); }
 
@@ -28,6 +33,7 @@ private:
     static std::mutex & mutex() { static std::mutex m; return m; }
 
     std::lock_guard<std::mutex> lock;
+    std::thread::id             owner;
     std::string                 text;
     ggml_log_callback           previous = nullptr;
     void *                      previous_data = nullptr;
