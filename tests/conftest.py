@@ -1,5 +1,6 @@
 """Shared fixtures. Tests run against the installed edgemoe, never against the source tree: its native library is built at installation."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,13 +47,18 @@ def packages(models, tmp_path_factory):
     return get
 
 
+def hear_ctrl_c():
+    """In a child: a shell that runs the tests in the background has them, and all that they start, ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def edgemoe(tmp_path):
     """edgemoe("run", path, ...): the command in a process of its own; a CompletedProcess with text output."""
 
     def run(*arguments, timeout=120, **options):
         command = [sys.executable, "-m", "edgemoe.cli", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, **options)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, preexec_fn=hear_ctrl_c, **options)
 
     return run
 
@@ -63,6 +69,6 @@ def python(tmp_path):
 
     def run(code, *arguments, timeout=120, **options):
         command = [sys.executable, "-c", code, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, **options)
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=tmp_path, preexec_fn=hear_ctrl_c, **options)
 
     return run

@@ -1,13 +1,22 @@
 """A program on a terminal of its own, for tests that type and read as a person would."""
 
+import fcntl
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
+import termios
 import time
 from contextlib import suppress
+
+
+def _own_terminal() -> None:
+    """In the child: its standard input becomes its controlling terminal, and Ctrl-C is heard even if whoever started the tests ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -16,8 +25,7 @@ class Terminal:
         environment = os.environ | {"TERM": "dumb", "COLUMNS": "200"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "edgemoe.cli", *map(str, arguments)],
-            stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True, env=environment,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0), **options,
+            stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True, env=environment, preexec_fn=_own_terminal, **options,
         )  # fmt: skip
         os.close(slave)
         os.set_blocking(self.master, False)
