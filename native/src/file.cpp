@@ -173,19 +173,23 @@ void remove_guard(int i) {
 
 } // namespace
 
-region::region(size_t n) : bytes(round_up(n, page_size())) {
+static constexpr size_t LARGE_PAGE = 2u << 20;
+
+region::region(size_t n) : reserved_bytes(round_up(n, page_size()) + LARGE_PAGE) {
     // Address space only. What no file is mapped over stays without access, so a wrong offset is noticed at once.
-    void * address = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (address == MAP_FAILED) {
-        fail(std::to_string(bytes) + " bytes of address space", "cannot be reserved");
+    reserved = mmap(nullptr, reserved_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) {
+        fail(std::to_string(reserved_bytes) + " bytes of address space", "cannot be reserved");
     }
-    begin = (char *) address;
+    // Where the page cache holds a file in large pages, the kernel can map them as such, but only at an address that is aligned like them.
+    begin = (char *) round_up((uintptr_t) reserved, LARGE_PAGE);
+    const size_t bytes = round_up(n, page_size());
     guard = add_guard(begin, bytes);
 }
 
 region::~region() {
     remove_guard(guard);
-    munmap(begin, bytes);
+    munmap(reserved, reserved_bytes);
 }
 
 void region::map(size_t offset, const file & f, size_t length) {

@@ -61,8 +61,9 @@ struct region {
     bool   lost() const;
 
 private:
-    char * begin = nullptr;
-    size_t bytes;
+    void * reserved;
+    size_t reserved_bytes;
+    char * begin;
     int    guard;
 };
 
