@@ -134,6 +134,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--convert-rounds", type=int, default=3, help="each leaves a copy and a package on the disk until the end")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where copies and packages are written (default: beside the model)")
     parser.add_argument("--json", type=Path)
@@ -143,7 +144,7 @@ def main() -> int:
         print(time_load(options.child, options.model, options.threads))
         return 0
     print(f"{options.model.name}, {options.model.stat().st_size / 1e9:.2f} GB, {options.threads} threads, medians (min to max)")
-    convert = measure_convert(options.model, options.folder or options.model.parent, min(options.rounds, 5))
+    convert = measure_convert(options.model, options.folder or options.model.parent, options.convert_rounds)
     seconds = convert["seconds"]
     print(f"  cp {spread(seconds['cp'])} s, convert {spread(seconds['convert'])} s: {convert['speed_ratio']:.2f} x the speed of cp, "
           f"peak RSS {convert['peak_rss_bytes'] / 1e6:.0f} MB, package {convert['size_ratio']:.4f} x the source", flush=True)  # fmt: skip

@@ -79,7 +79,7 @@ int edgemoe_get_device(uint32_t index, edgemoe_device_info * info) {
 edgemoe_source * edgemoe_source_open(const char * path) {
     return guarded([&] {
         auto s = source::open(path);
-        s->visit_blobs([](const expert_layer &, uint32_t, const file &) {});
+        s->visit_blobs([](size_t, uint32_t, const file &) {});
         const source * view = s.get();
         return new edgemoe_source { std::move(s), view };
     }, nullptr);

@@ -36,8 +36,9 @@ struct expert_layer {
 struct source {
     static std::unique_ptr<source> open(const std::string & path);
 
-    // Opens every blob of a package, checks its size and header, and hands it over, in the order of layers and experts.
-    using blob_visitor = std::function<void(const expert_layer & layer, uint32_t expert, const file & blob)>;
+    // Opens every blob of a package, checks its size and header, and hands it over. Several threads share the layers (by their index in `layers`);
+    // the experts of one layer come in order, from one thread.
+    using blob_visitor = std::function<void(size_t layer, uint32_t expert, const file & blob)>;
     void visit_blobs(const blob_visitor & visit) const;
 
     std::string blob_path(const expert_layer & layer, uint32_t expert) const;

@@ -31,18 +31,18 @@ store::store(const source & s) : mapped(address_space(s)), views(s.layers.size()
 }
 
 void store::map_package(const source & s) {
+    std::vector<size_t> layer_at;
     size_t at = 0;
     for (size_t l = 0; l < s.layers.size(); l++) {
         const size_t stride = blob_stride(s.layers[l]);
         for (const projection & p : s.layers[l].projections) {
             views[l].push_back({ mapped.base() + at + p.offset, stride });
         }
+        layer_at.push_back(at);
         at += s.layers[l].n_expert * stride;
     }
-    at = 0;
-    s.visit_blobs([&](const expert_layer & layer, uint32_t, const file & blob) {
-        mapped.map(at, blob, layer.blob_bytes);
-        at += blob_stride(layer);
+    s.visit_blobs([&](size_t l, uint32_t expert, const file & blob) {
+        mapped.map(layer_at[l] + expert * blob_stride(s.layers[l]), blob, s.layers[l].blob_bytes);
     });
 }
 
