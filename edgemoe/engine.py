@@ -89,8 +89,9 @@ class _Experts:
             ghost = _native.text(self._lib.edgemoe_model_ghost(self.handle))
             files += [ghost] if ghost else []
         model = _load_mapped(files, params, self.use_extra_bufts)
-        if model:
-            self._lib.edgemoe_model_loaded(self.handle)
+        if model and self._lib.edgemoe_model_loaded(self.handle) != 0:
+            C.llama_model_free(model)
+            raise ModelError(_native.last_error())
         return model
 
     def fault(self) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Load time, prompt and decode speed of llama.cpp (weights mapped, not repacked) against edgemoe on a GGUF and on its package; and edgemoe-convert against cp.
 
-    .venv/bin/python scripts/bench_foundation.py models/demo.gguf [--rounds 12] [--threads 2] [--json OUT.json]
+    .venv/bin/python scripts/bench_foundation.py models/demo.gguf [--rounds 10] [--threads 2] [--json OUT.json]
 
 The variants take turns (plain, gguf, package, plain again, ...), so that a slow minute of the machine hits all of them, and each figure is compared with plain's of the
 same round. Load: each in a process of its own; inside the window is the constructor, outside are Python's start and imports. Speed: all variants are open in
@@ -60,16 +60,14 @@ def measure_speeds(paths: dict[str, Path], threads: int, rounds: int) -> tuple[d
     for i in range(rounds + 1):  # round 0 brings the pages in
         # Random tokens: decode visits experts as if every token were a surprise.
         prompt, following = random.integers(0, n_vocab, N_PROMPT).tolist(), random.integers(0, n_vocab, N_DECODE).tolist()
-        with_prompt = i % 3 == 0  # a prompt takes as long as many decoded tokens
         digests = set()
         for variant, llm in models.items():
             llm.reset()
-            prompt_s, decode_s, digest = one_pass(llm, prompt if with_prompt else prompt[:8], following, n_vocab)
+            prompt_s, decode_s, digest = one_pass(llm, prompt, following, n_vocab)
             digests.add(digest)
             if i > 0:
+                prompts[variant].append(N_PROMPT / prompt_s)
                 decodes[variant].append(N_DECODE / decode_s)
-                if with_prompt:
-                    prompts[variant].append(N_PROMPT / prompt_s)
         same = same and len(digests) == 1
     return prompts, decodes, same
 
@@ -133,7 +131,7 @@ def ratio(values: list[float], base: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--convert-rounds", type=int, default=3, help="each leaves a copy and a package on the disk until the end")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="where copies and packages are written (default: beside the model)")

@@ -52,6 +52,7 @@ class Product:
         self.ffi, self.g = ggml
         self.native_ffi, self.native = _native.load()
         self.model = _native.opened("edgemoe_model_open", str(path))
+        assert self.native.edgemoe_model_loaded(self.model) == 0, _native.last_error()
         layer = Source(path, self.native.edgemoe_model_source(self.model)).layers[0]
         projection = layer.projections[-1]
         self.n_in, self.n_out, self.n_expert = projection.n_in, projection.n_out, layer.n_expert

@@ -126,7 +126,8 @@ def test_threads_are_set_per_context(models):
 
 
 def test_everything_is_freed_at_close(models, packages, python):
-    """Mappings, descriptors and memory after the 3rd and after the 23rd opening are the same."""
+    """Mappings, descriptors and memory after the 8th and after the 28th opening are the same."""
+    # One malloc arena: how many glibc makes for short-lived threads is chance, and none of our business.
     result = python(
         OPEN
         + """
@@ -134,13 +135,13 @@ def usage():
     maps = open("/proc/self/maps").read()
     status = dict(line.split(":", 1) for line in open("/proc/self/status"))
     return maps.count(".gguf"), len(os.listdir("/proc/self/fd")), int(status["VmSize"].split()[0]), int(status["VmRSS"].split()[0])
-for i in range(23):
+for i in range(28):
     for path in sys.argv[1:]:
         llm = open_model(path, n_threads=1)
         llm.eval([1, 2, 3])
         llm.close()
         del llm
-    if i == 2:
+    if i == 7:
         first = usage()
 last = usage()
 print(first, last)
@@ -150,6 +151,7 @@ assert last[2] - first[2] < 4000 and last[3] - first[3] < 4000, "memory grew (Ki
 """,
         models("qwen3moe", "Q8_0"),
         packages(models("qwen3moe", "Q8_0")),
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -97,7 +97,8 @@ void *                 edgemoe_model_buffer_type(edgemoe_model * model);
 const char *           edgemoe_expert_pattern(void);
 // A package: path of the second split for llama_model_load_from_splits (after edgemoe_source_file 0). NULL for a GGUF.
 const char *           edgemoe_model_ghost(edgemoe_model * model);
-// To be called once libllama has loaded: its own mappings of the model's files are guarded against truncation too.
+// To be called once libllama has loaded, and before anything is computed: waits until the experts are checked and mapped, which goes on in the
+// background from edgemoe_model_open on. -1: the package is damaged. libllama's own mappings of the model's files are guarded against truncation from here on.
 int                    edgemoe_model_loaded(edgemoe_model * model);
 // NULL, or one line: what made the last results unusable (a file cut while running, a fork, a bad expert id).
 const char *           edgemoe_model_fault(edgemoe_model * model);

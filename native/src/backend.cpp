@@ -147,6 +147,7 @@ model::~model() = default;
 void * model::buffer_type() { return &ggml->buft; }
 
 void model::loaded() {
+    bytes.wait();
     for (const file & f : src->files) {
         dense.add(f.path);
     }

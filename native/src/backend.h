@@ -19,7 +19,7 @@ struct model {
     explicit model(std::unique_ptr<source> s);
     ~model();
 
-    // Guards libllama's own mappings too.
+    // libllama has loaded: waits until all experts are mapped, and guards libllama's own mappings too. Throws what is wrong with the package.
     void loaded();
     // Empty, or why the last results are worthless.
     std::string fault();

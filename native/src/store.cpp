@@ -41,9 +41,17 @@ void store::map_package(const source & s) {
         layer_at.push_back(at);
         at += s.layers[l].n_expert * stride;
     }
-    s.visit_blobs([&](size_t l, uint32_t expert, const file & blob) {
-        mapped.map(layer_at[l] + expert * blob_stride(s.layers[l]), blob, s.layers[l].blob_bytes);
+    mapping = std::async(std::launch::async, [this, &s, layer_at] {
+        s.visit_blobs([&](size_t l, uint32_t expert, const file & blob) {
+            mapped.map(layer_at[l] + expert * blob_stride(s.layers[l]), blob, s.layers[l].blob_bytes);
+        });
     });
+}
+
+void store::wait() {
+    if (mapping.valid()) {
+        mapping.get();
+    }
 }
 
 void store::map_stacked(const source & s) {

@@ -1,9 +1,11 @@
 // The bytes of all experts, mapped where they lie: nothing is copied, the page cache is shared with every other process that reads the files.
+//
+// Threads: a package is checked and mapped in the background, while libllama loads the dense part; whoever made the store meets that work in wait().
 #pragma once
 
 #include "source.h"
 
-#include <memory>
+#include <future>
 #include <vector>
 
 namespace edgemoe {
@@ -15,7 +17,11 @@ struct expert_view {
 };
 
 struct store {
+    // `s` must outlive the store.
     explicit store(const source & s);
+
+    // Returns when all bytes are mapped; throws what was wrong with a blob. Views may be made before, but not read.
+    void wait();
 
     expert_view view(size_t layer, size_t projection) const { return views[layer][projection]; }
     // True once a mapped file has lost bytes; what was computed since is worthless.
@@ -27,6 +33,7 @@ private:
 
     region mapped;
     std::vector<std::vector<expert_view>> views;
+    std::future<void> mapping;   // last: its destructor waits, while the region is still there
 };
 
 } // namespace edgemoe
