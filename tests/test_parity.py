@@ -42,15 +42,10 @@ def check(gguf, paths):
         assert n_layers > 0 and stats["n_events"] == n_layers * (2 + N_DECODE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family, models, packages):
-    gguf = models(family, "Q8_0")
-    check(gguf, [gguf, packages(gguf)])
-
-
 @pytest.mark.parametrize("expert_type", EXPERT_TYPES)
-def test_expert_types(expert_type, models, packages):
-    gguf = models("qwen3moe", expert_type)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_and_types(family, expert_type, models, packages):
+    gguf = models(family, expert_type)
     check(gguf, [gguf, packages(gguf)])
 
 
