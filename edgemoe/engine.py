@@ -23,6 +23,9 @@ from edgemoe.errors import ModelError, ModelFault
 from edgemoe.package import Source
 from edgemoe.tokenizer import WholePieceTokenizer
 
+# llama_cpp takes warnings (level 3 of ggml) for errors and prints them even when it is told to be quiet.
+_logger.GGML_LOG_LEVEL_TO_LOGGING_LEVEL[3] = logging.WARNING
+
 _native.load()  # here, not at the first load: like llama_cpp, whose import loads its libraries
 
 _pending = threading.local()
@@ -119,9 +122,7 @@ def _announced(loader: _Experts | _Plain):
     def collect(level, line, user_data):
         if level == 4:  # GGML_LOG_LEVEL_ERROR
             reasons.append(line.decode(errors="replace").strip())
-        # llama_cpp's own callback takes warnings for errors and shows them even when it should be quiet.
-        if _logger.logger.level <= logging.DEBUG:
-            _logger.llama_log_callback(level, line, user_data)
+        _logger.llama_log_callback(level, line, user_data)
 
     C.llama_log_set(collect, ctypes.c_void_p(0))
     _pending.loader = loader
@@ -185,6 +186,8 @@ def _interruptible():
     lib.edgemoe_watch_interrupts(True)
     try:
         yield
+        if lib.edgemoe_interrupted(ffi.NULL):
+            raise KeyboardInterrupt
     except RuntimeError:
         if lib.edgemoe_interrupted(ffi.NULL):
             raise KeyboardInterrupt from None

@@ -224,6 +224,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_ends_a_long_prompt(models, python):
     result = python(CTRL_C, models("qwen3moe", "F32", n_ff_exp=512, n_layer=4))
     assert result.stdout.split("\n")[:3] == ["interrupted", "works again 3", "Python's handler is back"], result.stdout + result.stderr
+    assert result.stderr == ""
 
 
 def test_a_signal_handler_of_the_callers_own_is_left_alone(models, python):

@@ -104,8 +104,9 @@ int                    edgemoe_model_loaded(edgemoe_model * model);
 const char *           edgemoe_model_fault(edgemoe_model * model);
 void                   edgemoe_model_get_stats(const edgemoe_model * model, struct edgemoe_stats * stats);
 
-// Ctrl-C inside llama_decode: between watch(true) and watch(false) SIGINT also sets a flag that edgemoe_interrupted reads. It is a
-// ggml_abort_callback; its argument is ignored. The handler that was installed before (Python's) still runs.
+// Ctrl-C inside llama_decode: between watch(true) and watch(false) SIGINT sets a flag that edgemoe_interrupted reads, and nothing else. It is a
+// ggml_abort_callback; its argument is ignored. The handler that was installed before (Python's) is put back by watch(false) and not called: its
+// exception could come up in any callback that libllama makes into Python. Who watches raises it instead.
 void edgemoe_watch_interrupts(bool on);
 bool edgemoe_interrupted(void * unused);
 

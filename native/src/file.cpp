@@ -254,25 +254,18 @@ int64_t process_id() {
 static std::atomic<bool> interrupt_seen{false};
 static struct sigaction  previous_sigint;
 
-static void on_sigint(int signal, siginfo_t * info, void * context) {
-    interrupt_seen.store(true);
-    if (previous_sigint.sa_flags & SA_SIGINFO) {
-        previous_sigint.sa_sigaction(signal, info, context);
-    } else if (previous_sigint.sa_handler != SIG_DFL && previous_sigint.sa_handler != SIG_IGN) {
-        previous_sigint.sa_handler(signal);
-    }
-}
+static void on_sigint(int) { interrupt_seen.store(true); }
 
 void watch_interrupts(bool on) {
     struct sigaction current;
     sigaction(SIGINT, nullptr, &current);
-    const bool ours = (current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_sigint;
+    const bool ours = current.sa_handler == on_sigint;
     interrupt_seen.store(false);
     if (on && !ours) {
         previous_sigint = current;
         struct sigaction watching = {};
-        watching.sa_sigaction = on_sigint;
-        watching.sa_flags     = SA_SIGINFO | SA_RESTART;
+        watching.sa_handler = on_sigint;
+        watching.sa_flags   = SA_RESTART;
         sigemptyset(&watching.sa_mask);
         sigaction(SIGINT, &watching, nullptr);
     } else if (!on && ours) {
