@@ -100,10 +100,14 @@ class _Experts:
     def fault(self) -> str:
         if os.getpid() != self.process:
             return "this process was forked from the one that opened the model; open the model after the fork"
+        if not self.handle:
+            return "the model is closed"
         return _native.text(self._lib.edgemoe_model_fault(self.handle))
 
     def stats(self) -> dict[str, int]:
         stats = self._ffi.new("struct edgemoe_stats *")
+        if not self.handle:
+            raise ModelFault("the model is closed")
         self._lib.edgemoe_model_get_stats(self.handle, stats)
         return {name: getattr(stats, name) for name, _ in self._ffi.typeof("struct edgemoe_stats").fields}
 

@@ -125,6 +125,18 @@ def test_closing_twice(models):
     llm.eval([1])
     llm.close()
     llm.close()
+    with pytest.raises(em.ModelFault, match="the model is closed"):
+        llm.expert_stats()
+
+
+def test_use_after_close_is_an_error_and_no_crash(models, python):
+    result = python(
+        "import edgemoe, sys; llm = edgemoe.Llama(sys.argv[1], n_ctx=64, verbose=False); ctx = llm._ctx; llm.close()\n"
+        "try: ctx.decode(llm._batch)\n"
+        "except edgemoe.ModelFault as e: print(e)",
+        models("qwen3moe", "Q8_0"),
+    )
+    assert result.returncode == 0 and "the model is closed" in result.stdout, result.stderr
 
 
 def test_source_describes_the_model(models, packages):
