@@ -77,20 +77,15 @@ class Session:
         """Adds a user message and yields the answer piece by piece. Afterwards self.replies[-1] has its figures; an interrupted answer stays in the
         history as far as it came. Raises ContextFull, TemplateError; both leave the history as it was."""
         self.require_template()
-        self.messages.append({"role": "user", "content": text})
+        asked = [*self.messages, {"role": "user", "content": text}]
         try:
-            chunks = self.llm.create_chat_completion(self.messages, stream=True, **self.sampling)
+            chunks = self.llm.create_chat_completion(asked, stream=True, **self.sampling)
             yield from self._collect(chunk["choices"][0] for chunk in chunks)
         except (jinja2.TemplateError, TypeError, UnicodeError) as e:
-            self.messages.pop()
             raise TemplateError(f"the model's chat template failed: {e}") from e
         except ValueError as e:
-            self.messages.pop()
             raise self._explained(e) from e
-        except BaseException:
-            self.messages.pop()
-            raise
-        self.messages.append({"role": "assistant", "content": self.replies[-1].text})
+        self.messages = [*asked, {"role": "assistant", "content": self.replies[-1].text}]
 
     def complete(self, text: str) -> Iterator[str]:
         """Continues `text` as it stands: no template, no history."""

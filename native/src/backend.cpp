@@ -43,7 +43,7 @@ struct buffer_memory {
 };
 
 static const expert_tensor * expert_of(const ggml_tensor * t) {
-    return t->extra ? (const expert_tensor *) t->extra : nullptr;
+    return (const expert_tensor *) t->extra;
 }
 
 static void buffer_free(ggml_backend_buffer_t buffer) { delete (buffer_memory *) buffer->context; }
