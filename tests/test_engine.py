@@ -8,6 +8,8 @@ import sys
 import llama_cpp
 import numpy as np
 import pytest
+from gguf import GGUFReader
+from tiny_models import rewritten, tiny_model
 
 import edgemoe as em
 from edgemoe import engine, machine
@@ -168,40 +170,20 @@ def test_reading_outside_is_refused(models):
 
 
 def dense_model(tmp_path):
-    """A llama without experts, from the tiny generator's tensors of one."""
-    import gguf as g
-    from tiny_models import copy_metadata, tiny_model
+    """A llama without experts: the first expert of each layer of a tiny MoE becomes its FFN."""
+
+    def change(name, data):
+        if "_exps" in name:
+            return name.replace("_exps", ""), data[0]
+        return None if "ffn_gate_inp" in name else (name, data)
 
     moe = tiny_model(tmp_path / "moe.gguf", "llama", "Q8_0")
-    reader, target = g.GGUFReader(moe), tmp_path / "dense.gguf"
-    writer = g.GGUFWriter(target, "llama")
-    copy_metadata_without_experts(reader, writer, copy_metadata)
-    for t in reader.tensors:
-        if "_exps" in t.name:
-            writer.add_tensor(t.name.replace("_exps", ""), np.array(t.data)[0], raw_dtype=t.tensor_type)
-        elif "ffn_gate_inp" not in t.name:
-            writer.add_tensor(t.name, np.array(t.data), raw_dtype=t.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
-
-
-def copy_metadata_without_experts(reader, writer, copy):
-    class Filter:
-        fields = {k: f for k, f in reader.fields.items() if "expert" not in k}
-
-    copy(Filter, writer)
-    if not any("feed_forward_length" in k for k in Filter.fields):
-        writer.add_feed_forward_length(256)
+    return rewritten(moe, tmp_path / "dense.gguf", change, keep=lambda key: "expert" not in key)
 
 
 def test_a_dense_model_runs_and_says_so(tmp_path, edgemoe):
-    import gguf as g
-
     path = dense_model(tmp_path)
-    n_ff = next(int(t.shape[1]) for t in g.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
+    n_ff = next(int(t.shape[1]) for t in GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
     llm = em.Llama(path, n_ctx=64, n_threads=2, logits_all=True, verbose=False, kv_overrides={"llama.feed_forward_length": n_ff})
     plain = engine.open_plain([str(path)], n_ctx=64, n_threads=2, logits_all=True, verbose=False, kv_overrides={"llama.feed_forward_length": n_ff})
     for m in (llm, plain):

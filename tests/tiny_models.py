@@ -437,16 +437,32 @@ def write_shards(path, out_dir, n_shards, name=None, first_without_tensors=False
     return paths
 
 
-def copy_metadata(reader, writer):
-    """Every key of `reader`, with its type, except what the writer derives itself."""
+def copy_metadata(reader, writer, keep=lambda key: True):
+    """Every key of `reader` that `keep` wants, with its type, except what the writer derives itself."""
     for key, field in reader.fields.items():
-        if key.startswith("GGUF."):
+        if key.startswith("GGUF.") or not keep(key):
             continue
         kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, field.contents(), kind, sub_type=sub_type)
         if key == "general.alignment":
             writer.data_alignment = field.contents()
+
+
+def rewritten(source, target, change, keep=lambda key: True):
+    """Copy the GGUF `source` to `target`: change(name, data) gives each tensor's new name and data, or None to leave it out; `keep` chooses the keys."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    copy_metadata(reader, writer, keep)
+    for tensor in reader.tensors:
+        if changed := change(tensor.name, np.array(tensor.data)):
+            name, data = changed
+            writer.add_tensor(name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
 
 
 def random_tokens(n_vocab, n, seed=0):
