@@ -53,12 +53,12 @@ def text(pointer) -> str:
     return ffi.string(pointer).decode(errors="surrogateescape") if pointer else ""
 
 
-def opened(function: str, path: str):
+def opened(function: str, path: str, *arguments):
     """Calls a function of the library that opens a path. Raises ModelError."""
     _, lib = load()
     if not os.path.exists(path):
         raise ModelError(f"{path}: no such file or directory")
-    handle = getattr(lib, function)(os.fsencode(path))
+    handle = getattr(lib, function)(os.fsencode(path), *arguments)
     if not handle:
         raise ModelError(last_error())
     return handle

@@ -19,6 +19,7 @@ from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from edgemoe import _native, machine
+from edgemoe.devices import devices
 from edgemoe.errors import ModelError, ModelFault
 from edgemoe.package import Source
 from edgemoe.tokenizer import WholePieceTokenizer
@@ -72,22 +73,30 @@ def open_plain(files: list[str], **options) -> llama_cpp.Llama:
         return llama_cpp.Llama(files[0], **options)
 
 
+def _offloads_dense(params) -> bool:
+    """True when llama.cpp will put dense weights on a GPU."""
+    return params.n_gpu_layers != 0 and any(d.type in ("gpu", "igpu") for d in devices())
+
+
 class _Experts:
     """One opened model: its source, and the native side that owns the routed experts."""
 
-    def __init__(self, path: str, use_extra_bufts: bool):
+    def __init__(self, path: str, use_extra_bufts: bool, isa: str | None):
         self.use_extra_bufts = use_extra_bufts
         self.process = os.getpid()
         self._ffi, self._lib = _native.load()
-        self.handle = _native.opened("edgemoe_model_open", path)
+        self.handle = _native.opened("edgemoe_model_open", path, isa.encode() if isa else self._ffi.NULL)
         self.source = Source(path, self._lib.edgemoe_model_source(self.handle))
 
     def load(self, params):
         files = list(self.source.files)
         if self.source.kind != "dense":
             buffer_type = _native.number(self._lib.edgemoe_model_buffer_type(self.handle))
-            pattern = self._ffi.string(self._lib.edgemoe_expert_pattern())
-            overrides = (_BufferOverride * 2)(_BufferOverride(pattern, buffer_type), _BufferOverride(None, None))
+            patterns = [self._ffi.string(self._lib.edgemoe_expert_pattern())]
+            if not self.use_extra_bufts and not _offloads_dense(params):
+                patterns.append(self._ffi.string(self._lib.edgemoe_dense_pattern(self.handle)))
+            overrides = [_BufferOverride(pattern, buffer_type) for pattern in patterns if pattern] + [_BufferOverride(None, None)]
+            overrides = (_BufferOverride * len(overrides))(*overrides)
             params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
             ghost = _native.text(self._lib.edgemoe_model_ghost(self.handle))
             files += [ghost] if ghost else []
@@ -206,16 +215,19 @@ class Llama(llama_cpp.Llama):
     Differences: `n_threads` and `n_threads_batch` default to the physical cores that this process may use; dense weights are always mapped
     (use_mmap=False is ignored). A dense model runs as in llama.cpp.
 
-    use_extra_bufts: let llama.cpp repack the dense weights at load. Off by default: a repacked copy is private memory, takes seconds, and rounds otherwise.
+    exact: compute with ggml's own kernels only; the output is then bit-identical to plain llama.cpp's. By default edgemoe's kernels compute the experts,
+        and the dense weights where those stay on the CPU: faster, and different only in the order in which products are added up.
+    isa: the instruction set of edgemoe's kernels ("avx512", "avxvnni", "avx2"); by default the best that this CPU has.
+    use_extra_bufts: let llama.cpp repack the dense weights at load. Off by default: a repacked copy is private memory and takes seconds to make.
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
     """
 
-    def __init__(self, model_path: str | os.PathLike, *args, use_extra_bufts: bool = False, **kwargs):
+    def __init__(self, model_path: str | os.PathLike, *args, exact: bool = False, isa: str | None = None, use_extra_bufts: bool = False, **kwargs):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
         kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
         path = os.fspath(model_path)
-        self._experts = _Experts(path, use_extra_bufts)
+        self._experts = _Experts(path, use_extra_bufts, "none" if exact else isa)
         with _announced(self._experts) as reasons, _explained(path, reasons):
             super().__init__(path, *args, **kwargs)
         if type(self.tokenizer_) is LlamaTokenizer:

@@ -77,6 +77,13 @@ int edgemoe_init(void);
 uint32_t edgemoe_device_count(void);
 int      edgemoe_get_device(uint32_t index, struct edgemoe_device_info * info);
 
+// The kernels for rows as they lie in a GGUF, for tests and measurements. `isa`: avx2, avxvnni or avx512; NULL is the best one of this CPU.
+// y[t * n_rows + r] = row r of w times x[t * n ...], after x is rounded as ggml does it for `type`; `tiled` takes the form that prompts use.
+// 0; 1 when this CPU or this type has no such kernel; -1 for a wrong argument.
+int          edgemoe_kernel_multiply(const char * type, const char * isa, bool tiled, const void * w, size_t row_bytes, int64_t n, int64_t n_rows, const float * x,
+                                     int64_t n_tokens, float * y);
+const char * edgemoe_best_isa(void);
+
 edgemoe_source * edgemoe_source_open(const char * path);
 void             edgemoe_source_close(edgemoe_source * source);
 void             edgemoe_source_get_info(const edgemoe_source * source, struct edgemoe_source_info * info);
@@ -88,13 +95,16 @@ int64_t          edgemoe_source_integer(const edgemoe_source * source, const cha
 // Reads one projection of one expert into dst, which has room for its bytes. 0, or -1.
 int              edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t projection, uint32_t expert, void * dst);
 
-edgemoe_model *        edgemoe_model_open(const char * path);
+// `isa`: of the kernels, as above; "none" leaves all arithmetic to ggml, so that results are bit-identical to llama.cpp's.
+edgemoe_model *        edgemoe_model_open(const char * path, const char * isa);
 void                   edgemoe_model_close(edgemoe_model * model);
 // The model's own source, which must not be closed.
 edgemoe_source *       edgemoe_model_source(edgemoe_model * model);
 // A ggml_backend_buffer_type_t for llama_model_tensor_buft_override, and the pattern that goes with it.
 void *                 edgemoe_model_buffer_type(edgemoe_model * model);
 const char *           edgemoe_expert_pattern(void);
+// The pattern of the dense weights that our kernels may compute with as well; "" when there are none.
+const char *           edgemoe_dense_pattern(edgemoe_model * model);
 // A package: path of the second split for llama_model_load_from_splits (after edgemoe_source_file 0). NULL for a GGUF.
 const char *           edgemoe_model_ghost(edgemoe_model * model);
 // To be called once libllama has loaded, and before anything is computed: waits until the experts are checked and mapped, which goes on in the

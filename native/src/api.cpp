@@ -3,9 +3,14 @@
 #include "edgemoe.h"
 
 #include "backend.h"
+#include "kernels/kernels.h"
 
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 using namespace edgemoe;
 
@@ -17,6 +22,7 @@ struct edgemoe_source {
 struct edgemoe_model {
     std::unique_ptr<model> m;
     edgemoe_source         view;    // of the model's own source
+    std::string            dense;   // pattern
     std::string            fault;
 };
 
@@ -47,6 +53,64 @@ static const projection & projection_at(const expert_layer & layer, uint32_t ind
     return layer.projections[index];
 }
 
+static ggml_type type_named(const char * name) {
+    for (int t = 0; t < GGML_TYPE_COUNT; t++) {
+        const char * its_name = ggml_type_name((ggml_type) t);
+        if (its_name && !strcmp(its_name, name)) {
+            return (ggml_type) t;
+        }
+    }
+    throw std::invalid_argument(std::string("type ") + name + ", wanted one of ggml's");
+}
+
+static isa isa_named(const char * name) {
+    for (const isa level : { isa::none, isa::avx2, isa::avxvnni, isa::avx512 }) {
+        if (!strcmp(isa_name(level), name)) {
+            return level;
+        }
+    }
+    throw std::invalid_argument(std::string("instruction set ") + name + ", wanted avx2, avxvnni or avx512");
+}
+
+struct aligned_bytes {
+    explicit aligned_bytes(size_t n) : at(std::aligned_alloc(64, (n + 64) / 64 * 64)) {
+        if (!at) {
+            throw std::bad_alloc();
+        }
+    }
+    ~aligned_bytes() { std::free(at); }
+    aligned_bytes(const aligned_bytes &) = delete;
+    void * at;
+};
+
+// True when there was such a kernel.
+static bool multiply(ggml_type type, isa level, bool tiled, const void * w, size_t row_bytes, int64_t n, int64_t n_rows, const float * x, int64_t n_tokens, float * y) {
+    const kernel * k = isa_supported(level) ? find_kernel(type, level) : nullptr;
+    if (!k || (tiled && !k->multiply)) {
+        return false;
+    }
+    const size_t q_bytes = activation_bytes(k->activation, n);
+    const aligned_bytes q(q_bytes * n_tokens), tile(tiled ? k->tile_bytes(n) : 0);
+    std::vector<const void *> qs;
+    for (int64_t t = 0; t < n_tokens; t++) {
+        qs.push_back((char *) q.at + t * q_bytes);
+        quantize(k->activation, x + t * n, (char *) q.at + t * q_bytes, n);
+        if (!tiled) {
+            k->dot(w, row_bytes, qs.back(), n, n_rows, y + t * n_rows);
+        }
+    }
+    for (int64_t r = 0; tiled && r < n_rows; r += tile_rows) {
+        const int n_tile_rows = (int) std::min<int64_t>(tile_rows, n_rows - r);
+        std::vector<float *> ys;
+        for (int64_t t = 0; t < n_tokens; t++) {
+            ys.push_back(y + t * n_rows + r);
+        }
+        k->unpack((const char *) w + r * row_bytes, row_bytes, n, n_tile_rows, tile.at);
+        k->multiply(tile.at, n, n_tile_rows, qs.data(), n_tokens, ys.data());
+    }
+    return true;
+}
+
 extern "C" {
 
 const char * edgemoe_last_error(void) { return last_error.c_str(); }
@@ -75,6 +139,19 @@ int edgemoe_get_device(uint32_t index, edgemoe_device_info * info) {
         return 0;
     }, -1);
 }
+
+int edgemoe_kernel_multiply(const char * type, const char * isa, bool tiled, const void * w, size_t row_bytes, int64_t n, int64_t n_rows, const float * x,
+                            int64_t n_tokens, float * y) {
+    return guarded([&] {
+        const ggml_type t = type_named(type);
+        if (n <= 0 || n % ggml_blck_size(t) != 0) {
+            throw std::invalid_argument(std::to_string(n) + " elements per row, wanted a multiple of " + std::to_string(ggml_blck_size(t)));
+        }
+        return multiply(t, isa ? isa_named(isa) : best_isa(), tiled, w, row_bytes, n, n_rows, x, n_tokens, y) ? 0 : 1;
+    }, -1);
+}
+
+const char * edgemoe_best_isa(void) { return isa_name(best_isa()); }
 
 edgemoe_source * edgemoe_source_open(const char * path) {
     return guarded([&] {
@@ -136,12 +213,17 @@ int edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t 
     }, -1);
 }
 
-edgemoe_model * edgemoe_model_open(const char * path) {
+edgemoe_model * edgemoe_model_open(const char * path, const char * level) {
     return guarded([&] {
+        const isa used = level ? isa_named(level) : best_isa();
+        if (!isa_supported(used)) {
+            throw std::invalid_argument(std::string("this CPU has no ") + level);
+        }
         register_device();
         auto opened = std::make_unique<edgemoe_model>();
-        opened->m      = std::make_unique<model>(source::open(path));
+        opened->m      = std::make_unique<model>(source::open(path), used);
         opened->view.s = opened->m->src.get();
+        opened->dense  = used == isa::none ? "" : dense_pattern(*opened->m->src);
         return opened.release();
     }, nullptr);
 }
@@ -160,6 +242,8 @@ const char * edgemoe_model_ghost(edgemoe_model * model) {
 
 const char * edgemoe_expert_pattern(void) { return expert_pattern(); }
 
+const char * edgemoe_dense_pattern(edgemoe_model * model) { return model->dense.c_str(); }
+
 int edgemoe_model_loaded(edgemoe_model * model) {
     return guarded([&] { model->m->loaded(); return 0; }, -1);
 }
@@ -170,7 +254,7 @@ const char * edgemoe_model_fault(edgemoe_model * model) {
 }
 
 void edgemoe_model_get_stats(const edgemoe_model * model, edgemoe_stats * stats) {
-    const counters & c = model->m->weights.count;
+    const counters & c = model->m->held.count;
     *stats = { c.n_events, c.n_pairs, c.n_accesses, c.n_computed_on_cpu, c.bytes_accessed, c.compute_us };
 }
 

@@ -19,8 +19,8 @@ GGML_API ggml_backend_buffer_t ggml_backend_buffer_init(ggml_backend_buffer_type
 namespace edgemoe {
 
 // --- buffer type and buffer ---
-// A buffer holds libllama's stacked expert tensors. They are stand-ins: address space without bytes, since the bytes are in the store. Other tensors
-// that land here (an adapter's, for an expert) are ordinary host memory.
+// A buffer holds libllama's tensors for weights of ours: the stacked experts and the dense matrices. They are stand-ins: address space without bytes, since the bytes are in the store. Other tensors
+// that land here (an adapter's) are ordinary host memory.
 
 static const char * const NAME = "EdgeMoE";
 
@@ -42,8 +42,8 @@ struct buffer_memory {
     size_t bytes;
 };
 
-static const expert_tensor * expert_of(const ggml_tensor * t) {
-    return (const expert_tensor *) t->extra;
+static const owned_tensor * weight_of(const ggml_tensor * t) {
+    return (const owned_tensor *) t->extra;
 }
 
 static void buffer_free(ggml_backend_buffer_t buffer) { delete (buffer_memory *) buffer->context; }
@@ -52,39 +52,39 @@ static void * buffer_base(ggml_backend_buffer_t buffer) { return ((buffer_memory
 
 static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t) {
     model & m = model_of(buffer->buft);
-    const expert_tensor * expert = m.weights.find(t->name);
-    if (!expert) {
+    const owned_tensor * weight = m.held.find(t->name);
+    if (!weight) {
         return GGML_STATUS_SUCCESS;
     }
-    if (expert->tensor->type != t->type || !ggml_are_same_shape(expert->tensor, t)) {
-        m.weights.set_fault(std::string(t->name) + ": llama.cpp asks for another shape than the file has");
+    if (weight->tensor->type != t->type || !ggml_are_same_shape(weight->tensor, t)) {
+        m.held.set_fault(std::string(t->name) + ": llama.cpp asks for another shape than the file has");
         return GGML_STATUS_FAILED;
     }
-    t->extra = (void *) expert;
+    t->extra = (void *) weight;
     return GGML_STATUS_SUCCESS;
 }
 
 static void buffer_memset(ggml_backend_buffer_t, ggml_tensor * t, uint8_t value, size_t offset, size_t size) {
-    if (!expert_of(t)) {
+    if (!weight_of(t)) {
         memset((char *) t->data + offset, value, size);
     }
 }
 
 static void buffer_set(ggml_backend_buffer_t, ggml_tensor * t, const void * data, size_t offset, size_t size) {
-    // For an expert there is nothing to do: the store has it. With a package `data` points into a hole that must not be read.
-    if (!expert_of(t)) {
+    // For a weight of ours there is nothing to do: the store has it. With a package `data` points into a hole that must not be read.
+    if (!weight_of(t)) {
         memcpy((char *) t->data + offset, data, size);
     }
 }
 
 static void buffer_get(ggml_backend_buffer_t, const ggml_tensor * t, void * data, size_t offset, size_t size) {
-    const expert_tensor * expert = expert_of(t);
-    if (!expert) {
+    const owned_tensor * weight = weight_of(t);
+    if (!weight) {
         memcpy(data, (const char *) t->data + offset, size);
         return;
     }
     // Back from strided to stacked, one expert at a time.
-    const ggml_tensor * w = expert->tensor;
+    const ggml_tensor * w = weight->tensor;
     const size_t per_expert = ggml_row_size(w->type, w->ne[0]) * (size_t) w->ne[1];
     for (size_t done = 0; done < size;) {
         const size_t e = (offset + done) / per_expert, within = (offset + done) % per_expert;
@@ -135,7 +135,7 @@ struct model::ggml_side {
     ggml_backend_buffer_type buft;
 };
 
-model::model(std::unique_ptr<source> s) : src(std::move(s)), bytes(*src), weights(*src, bytes), ggml(std::make_unique<ggml_side>()) {
+model::model(std::unique_ptr<source> s, isa level) : src(std::move(s)), bytes(*src), held(*src, bytes, level), ggml(std::make_unique<ggml_side>()) {
     if (src->kind == source_kind::package) {
         ghost = std::make_unique<ghost_file>(src->ghost_header, src->ghost_bytes);
     }
@@ -155,17 +155,17 @@ void model::loaded() {
 
 std::string model::fault() {
     if (dense.lost()) {
-        weights.set_fault("a file of the model was cut while the model was running; restore it and open the model again");
+        held.set_fault("a file of the model was cut while the model was running; restore it and open the model again");
     }
-    weights.usable();
-    return weights.fault();
+    held.usable();
+    return held.fault();
 }
 
 // --- backend ---
 
-static executor::owned lookup_weight(const ggml_tensor * t) {
-    if (t->buffer && is_ours(t->buffer->buft) && expert_of(t)) {
-        return { expert_of(t), &model_of(t->buffer->buft).weights };
+static owned lookup_weight(const ggml_tensor * t) {
+    if (t->buffer && is_ours(t->buffer->buft) && weight_of(t)) {
+        return { weight_of(t), &model_of(t->buffer->buft).held };
     }
     return { nullptr, nullptr };
 }
@@ -226,12 +226,14 @@ static ggml_backend_t device_init(ggml_backend_dev_t dev, const char *) {
 
 static ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t) { return ggml_backend_cpu_buffer_type(); }
 
-// The expert product whose result `t` is, possibly after a bias, a scale or an activation; NULL when there is none.
+static bool is_in_our_buffer(const ggml_tensor * t) { return t && t->buffer && is_ours(t->buffer->buft); }
+
+// The product with one of our weights whose result `t` is, possibly after a bias, a scale or an activation; NULL when there is none.
 static const ggml_tensor * product_behind(const ggml_tensor * t) {
     for (int depth = 0; t && depth < 16; depth++) {
         switch (t->op) {
-            case GGML_OP_MUL_MAT_ID:
-                return t->src[0]->buffer && is_ours(t->src[0]->buffer->buft) ? t : nullptr;
+            case GGML_OP_MUL_MAT: case GGML_OP_MUL_MAT_ID:
+                return is_in_our_buffer(t->src[0]) ? t : nullptr;
             case GGML_OP_ADD_ID: case GGML_OP_GLU: case GGML_OP_UNARY: case GGML_OP_SQR: case GGML_OP_MUL: case GGML_OP_CLAMP: case GGML_OP_SCALE:
             case GGML_OP_VIEW: case GGML_OP_RESHAPE:
                 t = t->src[0];
@@ -243,20 +245,40 @@ static const ggml_tensor * product_behind(const ggml_tensor * t) {
     return nullptr;
 }
 
-// The products themselves and what lies between them, so that a layer is one piece of the graph. What follows the last product (its weighting by the
-// router) is left where the rest of the model runs.
+static bool is_down(const ggml_tensor * product) { return strstr(product->src[0]->name, "ffn_down_exps"); }
+
+// Part of the sum over the experts of a token: their columns, and what is added up of them so far.
+static bool is_sum_of_experts(const ggml_tensor * t) {
+    for (int depth = 0; depth < 256 && t->op == GGML_OP_ADD; depth++) {
+        t = t->src[0];
+    }
+    if (t->op != GGML_OP_VIEW || t->src[0]->op != GGML_OP_MUL) {
+        return false;
+    }
+    const ggml_tensor * product = product_behind(t);
+    return product && product->op == GGML_OP_MUL_MAT_ID && is_down(product);
+}
+
+// Products with our weights and what lies between those of one expert, up to the weighted sum over a token's experts, so that a layer is one piece
+// of the graph. What is done with a dense product is left where the rest of the model runs, but for a gate between two of them.
 static bool device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
     switch (op->op) {
         case GGML_OP_NONE: case GGML_OP_RESHAPE: case GGML_OP_VIEW: case GGML_OP_PERMUTE: case GGML_OP_TRANSPOSE:
             return true;
-        case GGML_OP_MUL_MAT_ID:
-            return product_behind(op) != nullptr;
+        case GGML_OP_MUL_MAT: case GGML_OP_MUL_MAT_ID: case GGML_OP_GET_ROWS:
+            return is_in_our_buffer(op->src[0]);
         case GGML_OP_ADD_ID:
             return product_behind(op->src[0]) != nullptr;
-        case GGML_OP_GLU: case GGML_OP_UNARY: case GGML_OP_SQR: case GGML_OP_MUL: case GGML_OP_CLAMP: case GGML_OP_SCALE: {
+        case GGML_OP_GLU: {
             const ggml_tensor * product = product_behind(op->src[0]);
-            return product && !strstr(product->src[0]->name, "ffn_down_exps");
+            return product && !is_down(product);
         }
+        case GGML_OP_UNARY: case GGML_OP_SQR: case GGML_OP_MUL: case GGML_OP_CLAMP: case GGML_OP_SCALE: {
+            const ggml_tensor * product = product_behind(op->src[0]);
+            return product && product->op == GGML_OP_MUL_MAT_ID && (op->op == GGML_OP_MUL || !is_down(product));
+        }
+        case GGML_OP_ADD:
+            return is_sum_of_experts(op->src[0]) && is_sum_of_experts(op->src[1]);
         default:
             return false;
     }

@@ -16,7 +16,8 @@ void register_device();
 
 // One opened model. libllama holds buffers of its buffer type, so it must outlive the llama_model.
 struct model {
-    explicit model(std::unique_ptr<source> s);
+    // `level` of the kernels; isa::none computes everything with ggml's own, bit-identical to llama.cpp.
+    model(std::unique_ptr<source> s, isa level);
     ~model();
 
     // libllama has loaded: waits until all experts are mapped, and guards libllama's own mappings too. Throws what is wrong with the package.
@@ -30,7 +31,7 @@ struct model {
     std::string ghost_path() const { return ghost ? ghost->path() : ""; }
 
     store                       bytes;
-    expert_weights              weights;
+    weights                     held;
     std::unique_ptr<ghost_file> ghost;      // package only
 
 private:

@@ -1,58 +1,10 @@
 #include "executor.h"
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 
 namespace edgemoe {
-
-expert_weights::expert_weights(const source & s, const store & st) : bytes(st), owner_process(process_id()) {
-    size_t n = 0;
-    for (const expert_layer & layer : s.layers) {
-        n += layer.projections.size();
-    }
-    context.reset(ggml_init({ /*.mem_size =*/ (n + 1) * ggml_tensor_overhead(), /*.mem_buffer =*/ nullptr, /*.no_alloc =*/ true }));
-    for (size_t l = 0; l < s.layers.size(); l++) {
-        const expert_layer & layer = s.layers[l];
-        for (size_t p = 0; p < layer.projections.size(); p++) {
-            const projection & info = layer.projections[p];
-            const expert_view  view = st.view(l, p);
-            ggml_tensor * t = ggml_new_tensor_3d(context.get(), info.type, info.n_in, info.n_out, layer.n_expert);
-            ggml_set_name(t, info.name.c_str());
-            // Only read through this pointer: the pages are mapped read-only.
-            t->data  = const_cast<char *>(view.base);
-            t->nb[2] = view.stride;
-            t->nb[3] = view.stride * layer.n_expert;
-            tensors[info.name] = { t, l, layer.bytes_per_expert() };
-        }
-    }
-}
-
-const expert_tensor * expert_weights::find(const char * name) const {
-    const auto it = tensors.find(name);
-    return it == tensors.end() ? nullptr : &it->second;
-}
-
-void expert_weights::set_fault(const std::string & text) {
-    std::lock_guard<std::mutex> lock(fault_mutex);
-    if (fault_text.empty()) {
-        fault_text = text;
-        has_fault.store(true);
-    }
-}
-
-std::string expert_weights::fault() const {
-    std::lock_guard<std::mutex> lock(fault_mutex);
-    return fault_text;
-}
-
-bool expert_weights::usable() {
-    if (process_id() != owner_process) {
-        set_fault("this process was forked from the one that opened the model; open the model after the fork");
-    } else if (bytes.lost()) {
-        set_fault("a file of the model was cut while the model was running; restore it and open the model again");
-    }
-    return !has_fault.load();
-}
 
 executor::executor() : cpu(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr)) {
     if (!cpu) {
@@ -116,39 +68,75 @@ bool executor::count_event(const ggml_tensor * ids, const owned & w) {
     return true;
 }
 
-ggml_status executor::compute(ggml_cgraph * graph, lookup weights_of) {
+// Our steps are ggml's custom operations. ggml is C: nothing may be thrown through it, and without memory there is no way to go on.
+static void run_step(ggml_tensor *, int thread, int n_threads, void * data) noexcept {
+    ((step *) data)->run(thread, n_threads);
+}
+
+ggml_status executor::compute_plan(const graph_plan & plan) {
+    const size_t n = plan.items.size();
+    if (!context || n > context_items) {
+        context_items = std::max<size_t>(2 * n, 64);
+        context.reset(ggml_init({ /*.mem_size =*/ context_items * ggml_tensor_overhead() + ggml_graph_overhead_custom(context_items, false), nullptr, /*.no_alloc =*/ true }));
+    }
+    ggml_reset(context.get());
+    ggml_cgraph * graph = ggml_new_graph_custom(context.get(), context_items, false);
+    for (const graph_plan::item & item : plan.items) {
+        ggml_tensor * node = item.node;
+        if (item.ours) {
+            node = ggml_custom_4d(context.get(), GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, run_step, GGML_N_TASKS_MAX, item.ours);
+            node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        }
+        ggml_graph_add_node(graph, node);
+    }
+    return ggml_backend_graph_compute(cpu, graph);
+}
+
+ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     const auto start = std::chrono::steady_clock::now();
 
     // llama.cpp's weights stand in for ours: they have the shape, ours have the bytes. They are put back before llama.cpp sees its graph again.
     struct swap { ggml_tensor * node; ggml_tensor * original; };
     std::vector<swap> swapped;
-    expert_weights * model = nullptr;
+    std::vector<ggml_tensor *> nodes;
+    weights * model = nullptr;
+    bool has_experts = false, has_kernels = false;
     ggml_status status = GGML_STATUS_SUCCESS;
     for (int i = 0; i < ggml_graph_n_nodes(graph) && status == GGML_STATUS_SUCCESS; i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
-        if (node->op != GGML_OP_MUL_MAT_ID) {
-            continue;
-        }
-        const owned w = weights_of(node->src[0]);
-        if (!w.weight) {
+        nodes.push_back(node);
+        const owned w = node->src[0] ? weights_of(node->src[0]) : owned {};
+        if (!w.weight || node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW) {
             continue;
         }
         model = w.model;
         swapped.push_back({ node, node->src[0] });
-        node->src[0] = w.weight->tensor;
-        if (!model->usable() || (begins_event(w) && !count_event(node->src[2], w))) {
+        has_kernels = has_kernels || w.weight->k;
+        if (!model->usable()) {
             status = GGML_STATUS_FAILED;
+        } else if (node->op == GGML_OP_MUL_MAT_ID) {
+            has_experts = true;
+            if (begins_event(w) && !count_event(node->src[2], w)) {
+                status = GGML_STATUS_FAILED;
+            }
         }
     }
     if (status == GGML_STATUS_SUCCESS) {
-        status = ggml_backend_graph_compute(cpu, graph);
-    }
-    for (const swap & s : swapped) {
-        s.node->src[0] = s.original;
+        memory.clear();
+        std::unique_ptr<graph_plan> plan(has_kernels ? new graph_plan(nodes, weights_of, memory) : nullptr);
+        for (const swap & s : swapped) {
+            s.node->src[0] = weights_of(s.original).weight->tensor;
+        }
+        status = plan && plan->has_steps ? compute_plan(*plan) : ggml_backend_graph_compute(cpu, graph);
+        for (const swap & s : swapped) {
+            s.node->src[0] = s.original;
+        }
     }
     if (model) {
-        const auto spent = std::chrono::steady_clock::now() - start;
-        model->count.compute_us += (uint64_t) std::chrono::duration_cast<std::chrono::microseconds>(spent).count();
+        if (has_experts) {
+            const auto spent = std::chrono::steady_clock::now() - start;
+            model->count.compute_us += (uint64_t) std::chrono::duration_cast<std::chrono::microseconds>(spent).count();
+        }
         if (status == GGML_STATUS_SUCCESS && !model->usable()) {
             status = GGML_STATUS_FAILED;
         }

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <exception>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <thread>
 
@@ -17,6 +18,58 @@ static const char * const PROJECTIONS[] = { "ffn_gate_exps", "ffn_up_exps", "ffn
 // Literal text only: libllama compiles the expression anew for every tensor of the model, and bracket expressions cost it tens of milliseconds.
 const char * expert_pattern() {
     return "ffn_gate_exps.weight|ffn_up_exps.weight|ffn_gate_up_exps.weight|ffn_down_exps.weight";
+}
+
+// Matrices that llama.cpp's graphs only ever multiply with. The embedding is one of them when it serves as the output as well: its rows are read by
+// ggml, from our tensor.
+static const char * const DENSE[] = {
+    "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "attn_gate", "attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_kv_b",
+    "ffn_gate", "ffn_up", "ffn_down", "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "ffn_gate_chexp", "ffn_up_chexp", "ffn_down_chexp",
+    "ssm_in", "ssm_out", "ssm_ba",
+};
+
+// "blk.7.attn_q.weight" → "attn_q.weight"; empty for what is not in the list.
+static std::string dense_kind(const std::string & name, bool tied) {
+    if (name == "output.weight" || (tied && name == "token_embd.weight")) {
+        return name;
+    }
+    unsigned layer;
+    int used = 0;
+    if (sscanf(name.c_str(), "blk.%u.%n", &layer, &used) != 1 || used == 0) {
+        return "";
+    }
+    for (const char * d : DENSE) {
+        if (name.compare((size_t) used, std::string::npos, std::string(d) + ".weight") == 0) {
+            return name.substr((size_t) used);
+        }
+    }
+    return "";
+}
+
+static void collect_dense(source & s, const std::vector<gguf_header> & headers) {
+    bool tied = true;
+    for (const gguf_header & h : headers) {
+        tied = tied && !h.find("output.weight");
+    }
+    for (uint32_t shard = 0; shard < headers.size(); shard++) {
+        for (const gguf_tensor & t : headers[shard].tensors) {
+            if (t.ne[1] > 1 && t.ne[2] == 1 && t.ne[3] == 1 && !dense_kind(t.name, tied).empty()) {
+                s.dense.push_back({ t.name, t.type, t.ne[0], t.ne[1], t.offset, t.bytes, shard });
+            }
+        }
+    }
+}
+
+std::string dense_pattern(const source & s) {
+    std::set<std::string> kinds;
+    for (const dense_weight & d : s.dense) {
+        kinds.insert(dense_kind(d.name, true));
+    }
+    std::string pattern;
+    for (const std::string & kind : kinds) {
+        pattern += (pattern.empty() ? "" : "|") + kind;
+    }
+    return pattern;
 }
 
 // "blk.7.ffn_up_exps.weight" → layer 7, true. Anything else is a dense tensor.
@@ -151,6 +204,7 @@ static void open_stacked(source & s) {
     s.layers      = ordered(std::move(layers));
     s.kind        = s.layers.empty() ? source_kind::dense : source_kind::stacked;
     s.dense_bytes = all_bytes - expert_bytes;
+    collect_dense(s, headers);
 }
 
 // --- package ---
@@ -273,6 +327,9 @@ static void open_package(source & s) {
         throw std::runtime_error(s.files[0].path + " has " + std::to_string(s.files[0].bytes) + " bytes, wanted " + std::to_string(wanted_bytes));
     }
     s.dense_bytes = wanted_bytes;
+    std::vector<gguf_header> headers;
+    headers.emplace_back(s.files[0]);
+    collect_dense(s, headers);
 
     const gguf_tensor * ghost = sidecar.find("edgemoe.ghost");
     if (!ghost) {

@@ -33,6 +33,15 @@ struct expert_layer {
     size_t bytes_per_expert() const;
 };
 
+// A weight matrix outside of the experts that llama.cpp's graphs use for nothing but products.
+struct dense_weight {
+    std::string name;
+    ggml_type   type;
+    int64_t     n_in, n_out;
+    uint64_t    offset, bytes;
+    uint32_t    shard;
+};
+
 struct source {
     static std::unique_ptr<source> open(const std::string & path);
 
@@ -53,10 +62,13 @@ struct source {
     std::string               ghost_header;   // package
     uint64_t                  ghost_bytes = 0;
     std::vector<expert_layer> layers;
+    std::vector<dense_weight> dense;
     uint64_t                  dense_bytes = 0;
 };
 
 // The names of routed expert weights, as a regular expression for llama.cpp's buffer type overrides.
 const char * expert_pattern();
+// The same for s.dense.
+std::string dense_pattern(const source & s);
 
 } // namespace edgemoe

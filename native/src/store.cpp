@@ -10,29 +10,40 @@ static size_t blob_stride(const expert_layer & layer) {
 
 static size_t address_space(const source & s) {
     size_t sum = 0;
-    if (s.kind == source_kind::package) {
-        for (const expert_layer & layer : s.layers) {
-            sum += layer.n_expert * blob_stride(layer);
-        }
-    } else {
-        for (const file & f : s.files) {
-            sum += round_up(f.bytes, page_size());
-        }
+    for (const file & f : s.files) {
+        sum += round_up(f.bytes, page_size());
+    }
+    for (const expert_layer & layer : s.layers) {
+        sum += s.kind == source_kind::package ? layer.n_expert * blob_stride(layer) : 0;
     }
     return sum;
 }
 
 store::store(const source & s) : mapped(address_space(s)), views(s.layers.size()) {
+    const size_t at = map_files(s);
     if (s.kind == source_kind::package) {
-        map_package(s);
+        map_blobs(s, at);
     } else {
-        map_stacked(s);
+        view_stacked(s);
     }
 }
 
-void store::map_package(const source & s) {
-    std::vector<size_t> layer_at;
+// Returns where the files end.
+size_t store::map_files(const source & s) {
     size_t at = 0;
+    for (const file & f : s.files) {
+        mapped.map(at, f, f.bytes);
+        file_at.push_back(at);
+        at += round_up(f.bytes, page_size());
+    }
+    for (const dense_weight & d : s.dense) {
+        dense_views.push_back({ mapped.base() + file_at[d.shard] + d.offset, d.bytes });
+    }
+    return at;
+}
+
+void store::map_blobs(const source & s, size_t at) {
+    std::vector<size_t> layer_at;
     for (size_t l = 0; l < s.layers.size(); l++) {
         const size_t stride = blob_stride(s.layers[l]);
         for (const projection & p : s.layers[l].projections) {
@@ -54,14 +65,7 @@ void store::wait() {
     }
 }
 
-void store::map_stacked(const source & s) {
-    std::vector<size_t> file_at;
-    size_t at = 0;
-    for (const file & f : s.files) {
-        mapped.map(at, f, f.bytes);
-        file_at.push_back(at);
-        at += round_up(f.bytes, page_size());
-    }
+void store::view_stacked(const source & s) {
     for (size_t l = 0; l < s.layers.size(); l++) {
         for (const projection & p : s.layers[l].projections) {
             views[l].push_back({ mapped.base() + file_at[p.shard] + p.offset, p.bytes });

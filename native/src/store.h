@@ -1,4 +1,4 @@
-// The bytes of all experts, mapped where they lie: nothing is copied, the page cache is shared with every other process that reads the files.
+// The bytes of a model, mapped where they lie: nothing is copied, the page cache is shared with every other process that reads the files.
 //
 // Threads: a package is checked and mapped in the background, while libllama loads the dense part; whoever made the store meets that work in wait().
 #pragma once
@@ -24,15 +24,20 @@ struct store {
     void wait();
 
     expert_view view(size_t layer, size_t projection) const { return views[layer][projection]; }
+    // Of source::dense[i]; the stride is its size.
+    expert_view dense_view(size_t i) const { return dense_views[i]; }
     // True once a mapped file has lost bytes; what was computed since is worthless.
     bool lost() const { return mapped.lost(); }
 
 private:
-    void map_package(const source & s);
-    void map_stacked(const source & s);
+    size_t map_files(const source & s);
+    void   map_blobs(const source & s, size_t at);
+    void   view_stacked(const source & s);
 
     region mapped;
+    std::vector<size_t>                   file_at;   // in the region, per file of the source
     std::vector<std::vector<expert_view>> views;
+    std::vector<expert_view>              dense_views;
     std::future<void> mapping;   // last: its destructor waits, while the region is still there
 };
 

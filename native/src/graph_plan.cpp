@@ -1,0 +1,413 @@
+#include "graph_plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <set>
+
+namespace edgemoe {
+
+static bool is_noop(const ggml_tensor * t) {
+    return t->op == GGML_OP_NONE || t->op == GGML_OP_VIEW || t->op == GGML_OP_RESHAPE || t->op == GGML_OP_PERMUTE || t->op == GGML_OP_TRANSPOSE;
+}
+
+static bool is_output(const ggml_tensor * t) { return t->flags & GGML_TENSOR_FLAG_OUTPUT; }
+
+static bool has_float_rows(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float); }
+
+static const float * row_of(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3 = 0) {
+    return (const float *) ((const char *) t->data + (size_t) i1 * t->nb[1] + (size_t) i2 * t->nb[2] + (size_t) i3 * t->nb[3]);
+}
+
+static matrix matrix_of(const owned_tensor & w) {
+    const ggml_tensor * t = w.tensor;
+    return { w.k, (const char *) t->data, t->nb[1], t->nb[2], t->ne[0], t->ne[1] };
+}
+
+// What the hidden values of an expert are made of: found by going backwards from the input of its down product.
+struct hidden_chain {
+    std::vector<hidden_step::stream>  streams;
+    std::vector<elementwise>          steps;      // a, b: streams count from 0, steps from FIRST_STEP until they are numbered
+    std::set<const ggml_tensor *>     members;
+    static constexpr int FIRST_STEP = 1 << 16;
+};
+
+struct planner {
+    graph_plan &                       plan;
+    const std::vector<ggml_tensor *> & nodes;
+    weight_lookup                      weights_of;
+    workspace &                        memory;
+
+    const owned_tensor * kernel_weight(const ggml_tensor * product) const {
+        const owned w = weights_of(product->src[0]);
+        return w.weight && w.weight->k ? w.weight : nullptr;
+    }
+
+    // Inputs that are made by this very graph are not there yet.
+    bool is_made_here(const ggml_tensor * t) const {
+        for (const ggml_tensor * node : nodes) {
+            if (!is_noop(node) && (node == t || node == t->view_src)) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    void add_step(std::unique_ptr<step> s) {
+        plan.items.push_back({ nullptr, s.get() });
+        plan.steps.push_back(std::move(s));
+        plan.has_steps = true;
+    }
+
+    quantized_rows & quantized(rounding how, int64_t n, std::vector<const float *> rows) {
+        plan.rows.push_back(std::make_unique<quantized_rows>(memory, how, n, std::move(rows)));
+        return *plan.rows.back();
+    }
+
+    void run();
+
+    size_t take_dense(size_t i);
+    size_t take_experts(size_t i);
+    size_t take_pairs(size_t i);
+    const routing & routing_of(const ggml_tensor * ids, int64_t n_expert);
+    const quantized_rows & expert_input(const ggml_tensor * x, rounding how);
+    int  resolve(hidden_chain & chain, const ggml_tensor * t, int64_t row, const ggml_tensor * x, const ggml_tensor * ids, int depth);
+    bool take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out);
+};
+
+graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory) {
+    planner { *this, nodes, weights_of, memory }.run();
+}
+
+void planner::run() {
+    for (size_t i = 0; i < nodes.size();) {
+        ggml_tensor * node = nodes[i];
+        size_t n = 0;
+        if (node->op == GGML_OP_MUL_MAT) {
+            n = take_dense(i);
+        } else if (node->op == GGML_OP_MUL_MAT_ID) {
+            n = take_experts(i);
+            n = n ? n : take_pairs(i);
+        }
+        if (n == 0) {
+            plan.items.push_back({ node, nullptr });
+            n = 1;
+        }
+        i += n;
+    }
+}
+
+// --- dense products: as many as follow one another with the same input ---
+
+static bool is_plain_product(const ggml_tensor * t) {
+    return has_float_rows(t->src[1]) && has_float_rows(t) && t->src[0]->ne[2] == 1 && t->src[0]->ne[3] == 1;
+}
+
+size_t planner::take_dense(size_t i) {
+    std::vector<dense_step::product> products;
+    const ggml_tensor * x = nodes[i]->src[1];
+    rounding how = rounding::none;
+    size_t end = i;
+    for (size_t j = i; j < nodes.size(); j++) {
+        const ggml_tensor * node = nodes[j];
+        if (is_noop(node)) {
+            continue;
+        }
+        const owned_tensor * w = node->op == GGML_OP_MUL_MAT ? kernel_weight(node) : nullptr;
+        if (!w || node->src[1] != x || !is_plain_product(node) || (!products.empty() && w->k->activation != how)) {
+            break;
+        }
+        how = w->k->activation;
+        products.push_back({ matrix_of(*w), {} });
+        for (int64_t i3 = 0; i3 < node->ne[3]; i3++) {
+            for (int64_t i2 = 0; i2 < node->ne[2]; i2++) {
+                for (int64_t i1 = 0; i1 < node->ne[1]; i1++) {
+                    products.back().y.push_back(const_cast<float *>(row_of(node, i1, i2, i3)));
+                }
+            }
+        }
+        end = j + 1;
+    }
+    if (products.empty()) {
+        return 0;
+    }
+    std::vector<const float *> rows;
+    for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
+        for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
+            for (int64_t i1 = 0; i1 < x->ne[1]; i1++) {
+                rows.push_back(row_of(x, i1, i2, i3));
+            }
+        }
+    }
+    quantized_rows & q = quantized(how, x->ne[0], std::move(rows));
+    add_step(std::make_unique<quantize_step>(q));
+    add_step(std::make_unique<dense_step>(q, std::move(products)));
+    return end - i;
+}
+
+// --- experts ---
+
+const routing & planner::routing_of(const ggml_tensor * ids, int64_t n_expert) {
+    plan.routings.push_back(std::make_unique<routing>());
+    routing & r = *plan.routings.back();
+    r.n_used   = ids->ne[0];
+    r.n_tokens = ids->ne[1];
+    const auto id_of = [&](int64_t token, int64_t k) {
+        return *(const int32_t *) ((const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) k * ids->nb[0]);
+    };
+    std::vector<int32_t> count((size_t) n_expert, 0), place((size_t) n_expert, 0);
+    for (int64_t t = 0; t < r.n_tokens; t++) {
+        for (int64_t k = 0; k < r.n_used; k++) {
+            count[(size_t) id_of(t, k)]++;
+        }
+    }
+    int32_t at = 0;
+    for (int64_t e = 0; e < n_expert; e++) {
+        if (count[(size_t) e]) {
+            r.groups.push_back({ (int32_t) e, at, count[(size_t) e] });
+            place[(size_t) e] = at;
+            at += count[(size_t) e];
+        }
+    }
+    r.pairs.resize((size_t) at);
+    for (int64_t t = 0; t < r.n_tokens; t++) {
+        for (int64_t k = 0; k < r.n_used; k++) {
+            r.pairs[(size_t) place[(size_t) id_of(t, k)]++] = { (int32_t) t, (int32_t) k };
+        }
+    }
+    return r;
+}
+
+// Rows in the order (token, k), or one per token when all experts of a token get the same.
+const quantized_rows & planner::expert_input(const ggml_tensor * x, rounding how) {
+    std::vector<const float *> rows;
+    for (int64_t t = 0; t < x->ne[2]; t++) {
+        for (int64_t k = 0; k < x->ne[1]; k++) {
+            rows.push_back(row_of(x, k, t));
+        }
+    }
+    quantized_rows & q = quantized(how, x->ne[0], std::move(rows));
+    add_step(std::make_unique<quantize_step>(q));
+    return q;
+}
+
+static bool has_pair_rows(const ggml_tensor * t, const ggml_tensor * ids) {
+    return has_float_rows(t) && t->ne[1] == ids->ne[0] && t->ne[2] == ids->ne[1] && t->ne[3] == 1;
+}
+
+// A value of the chain for rows [row, ...) of `t`; -1 when `t` is made in a way that hidden_step does not know.
+int planner::resolve(hidden_chain & chain, const ggml_tensor * t, int64_t row, const ggml_tensor * x, const ggml_tensor * ids, int depth) {
+    if (depth > 16 || !has_pair_rows(t, ids) || is_output(t)) {
+        return -1;
+    }
+    const auto source = [&](int s, int64_t at) { return resolve(chain, t->src[s], at, x, ids, depth + 1); };
+    elementwise e = {};
+    e.a = e.b = 0;
+    switch (t->op) {
+        case GGML_OP_MUL_MAT_ID: {
+            const owned_tensor * w = kernel_weight(t);
+            if (!w || t->src[1] != x || t->src[2] != ids || (!chain.streams.empty() && w->k->activation != chain.streams[0].w.k->activation)) {
+                return -1;
+            }
+            chain.members.insert(t);
+            for (size_t s = 0; s < chain.streams.size(); s++) {
+                if (chain.streams[s].w.data == (const char *) w->tensor->data && chain.streams[s].offset == row) {
+                    return (int) s;
+                }
+            }
+            chain.streams.push_back({ matrix_of(*w), row });
+            return (int) chain.streams.size() - 1;
+        }
+        case GGML_OP_VIEW: {
+            // The same rows of fewer columns: half of a fused gate_up product.
+            const ggml_tensor * of = t->src[0];
+            const size_t offset = (size_t) ((const char *) t->data - (const char *) of->data);
+            if (t->nb[1] != of->nb[1] || t->nb[2] != of->nb[2] || offset % sizeof(float) != 0 || (int64_t) (offset / sizeof(float)) + t->ne[0] > of->ne[0]) {
+                return -1;
+            }
+            return source(0, row + (int64_t) (offset / sizeof(float)));
+        }
+        case GGML_OP_ADD_ID:
+            if (t->src[2] != ids || !has_float_rows(t->src[1])) {
+                return -1;
+            }
+            e.what = elementwise::kind::add_bias;
+            e.bias = t->src[1];
+            e.bias_row = row;
+            e.a = source(0, row);
+            break;
+        case GGML_OP_GLU: {
+            e.what = elementwise::kind::glu;
+            e.op   = ggml_get_glu_op(t);
+            if (!glu_supported((ggml_glu_op) e.op)) {
+                return -1;
+            }
+            const int64_t half = t->src[1] ? 0 : t->src[0]->ne[0] / 2;
+            const bool swapped = half && t->op_params[1];
+            memcpy(e.params, t->op_params + 2, sizeof(e.params));
+            e.a = source(0, row + (swapped ? half : 0));
+            e.b = source(t->src[1] ? 1 : 0, row + (swapped ? 0 : half));
+            break;
+        }
+        case GGML_OP_UNARY:
+            e.what = elementwise::kind::unary;
+            e.op   = ggml_get_unary_op(t);
+            e.a    = unary_supported((ggml_unary_op) e.op) ? source(0, row) : -1;
+            break;
+        case GGML_OP_SQR:
+            e.what = elementwise::kind::sqr;
+            e.a    = source(0, row);
+            break;
+        case GGML_OP_CLAMP: case GGML_OP_SCALE:
+            e.what = t->op == GGML_OP_CLAMP ? elementwise::kind::clamp : elementwise::kind::scale;
+            memcpy(e.params, t->op_params, sizeof(e.params));
+            e.a = source(0, row);
+            break;
+        case GGML_OP_MUL:
+            e.what = elementwise::kind::mul;
+            e.a = source(0, row);
+            e.b = source(1, row);
+            break;
+        default:
+            return -1;
+    }
+    if (e.a < 0 || e.b < 0) {
+        return -1;
+    }
+    chain.members.insert(t);
+    chain.steps.push_back(e);
+    return hidden_chain::FIRST_STEP + (int) chain.steps.size() - 1;
+}
+
+// A whole expert: products, what lies between them, the down product, and its weighted sum where the graph has that. 0 when it is none.
+size_t planner::take_experts(size_t i) {
+    const ggml_tensor * first = nodes[i], * ids = first->src[2], * x = first->src[1];
+    size_t at_down = i + 1;
+    while (at_down < nodes.size() && !(nodes[at_down]->op == GGML_OP_MUL_MAT_ID && nodes[at_down]->src[1] != x)) {
+        at_down++;
+    }
+    if (at_down == nodes.size() || is_made_here(ids)) {
+        return 0;
+    }
+    const ggml_tensor * down = nodes[at_down], * hidden = down->src[1];
+    const owned_tensor * down_weight = kernel_weight(down);
+    hidden_chain chain;
+    const int result = !down_weight || down->src[2] != ids || is_output(down) ? -1 : resolve(chain, hidden, 0, x, ids, 0);
+    const bool per_pair = x->ne[1] == ids->ne[0] && x->ne[1] != 1;
+    if (result < 0 || !has_float_rows(x) || x->ne[2] != ids->ne[1] || (x->ne[1] != 1 && !per_pair)) {
+        return 0;
+    }
+    for (size_t j = i; j < at_down; j++) {
+        if (!is_noop(nodes[j]) && !chain.members.count(nodes[j])) {
+            return 0;
+        }
+    }
+    const auto number = [&](int v) { return v < hidden_chain::FIRST_STEP ? v : v - hidden_chain::FIRST_STEP + (int) chain.streams.size(); };
+    for (elementwise & e : chain.steps) {
+        e.a = number(e.a);
+        e.b = number(e.b);
+    }
+    const routing & r = routing_of(ids, down_weight->tensor->ne[2]);
+    const int64_t n_hidden = hidden->ne[0], n_pairs = (int64_t) r.pairs.size();
+    const quantized_rows & q = expert_input(x, chain.streams[0].w.k->activation);
+    float * floats = (float *) memory.take((size_t) (n_hidden * n_pairs) * sizeof(float));
+    quantized_rows & h = quantized(down_weight->k->activation, n_hidden, std::vector<const float *>((size_t) n_pairs));
+    add_step(std::make_unique<hidden_step>(r, q, per_pair, std::move(chain.streams), std::move(chain.steps), number(result), n_hidden, h, floats));
+
+    down_step::output out = {};
+    size_t end = at_down;
+    take_after_down(end, ids, r, out);
+    std::vector<const void *> inputs;
+    for (int64_t p = 0; p < n_pairs; p++) {
+        inputs.push_back(h.row(p));
+    }
+    add_step(std::make_unique<down_step>(r, matrix_of(*down_weight), std::move(inputs), out));
+    return end + 1 - i;
+}
+
+// From the down product on: bias, router weights, sum. `i` moves to the last node that is taken.
+bool planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out) {
+    const ggml_tensor * last = nodes[i];
+    const auto set_output = [&](bool summed) {
+        out.data         = (char *) last->data;
+        out.pair_stride  = last->nb[1];
+        out.token_stride = summed ? last->nb[1] : last->nb[2];
+        out.summed       = summed;
+    };
+    const auto next_of = [&](size_t from) {
+        size_t j = from + 1;
+        while (j < nodes.size() && is_noop(nodes[j])) {
+            j++;
+        }
+        return j;
+    };
+    const auto step_to = [&](size_t j) { i = j; last = nodes[j]; };
+    set_output(false);
+    size_t j = next_of(i);
+    if (j < nodes.size() && !is_output(last) && nodes[j]->op == GGML_OP_ADD_ID && nodes[j]->src[0] == last && nodes[j]->src[2] == ids && has_float_rows(nodes[j]->src[1])) {
+        out.bias = nodes[j]->src[1];
+        step_to(j);
+        set_output(false);
+        j = next_of(i);
+    }
+    if (j >= nodes.size() || is_output(last) || nodes[j]->op != GGML_OP_MUL || nodes[j]->src[0] != last) {
+        return true;
+    }
+    const ggml_tensor * w = nodes[j]->src[1];
+    if (w->type != GGML_TYPE_F32 || w->ne[0] != 1 || w->ne[1] != r.n_used || w->ne[2] != r.n_tokens || is_made_here(w)) {
+        return true;
+    }
+    float * weights = (float *) memory.take(r.pairs.size() * sizeof(float));
+    for (size_t p = 0; p < r.pairs.size(); p++) {
+        weights[p] = *row_of(w, r.pairs[p].k, r.pairs[p].token);
+    }
+    out.weights = weights;
+    step_to(j);
+    set_output(false);
+
+    // The sum: views of one expert's column each, added up in order.
+    const ggml_tensor * all = last, * sum = nullptr;
+    const auto is_column = [&](const ggml_tensor * t, int64_t k) {
+        return t->op == GGML_OP_VIEW && t->src[0] == all && t->ne[0] == all->ne[0] && t->ne[1] == r.n_tokens && t->nb[1] == all->nb[2] &&
+               (const char *) t->data == (const char *) all->data + (size_t) k * all->nb[1];
+    };
+    size_t end = i;
+    for (int64_t k = 1; k < r.n_used; k++) {
+        j = next_of(end);
+        if (is_output(all) || j >= nodes.size() || nodes[j]->op != GGML_OP_ADD || !has_float_rows(nodes[j]) || !is_column(nodes[j]->src[1], k) ||
+                !(k == 1 ? is_column(nodes[j]->src[0], 0) : nodes[j]->src[0] == sum) || (sum && is_output(sum))) {
+            return true;
+        }
+        sum = nodes[j];
+        end = j;
+    }
+    if (sum) {
+        step_to(end);
+        set_output(true);
+    }
+    return true;
+}
+
+// One product by itself, for graphs that are put together in another way.
+size_t planner::take_pairs(size_t i) {
+    const ggml_tensor * node = nodes[i], * x = node->src[1], * ids = node->src[2];
+    const owned_tensor * w = kernel_weight(node);
+    const bool per_pair = x->ne[1] == ids->ne[0] && x->ne[1] != 1;
+    if (!w || !has_float_rows(x) || !has_pair_rows(node, ids) || x->ne[2] != ids->ne[1] || (x->ne[1] != 1 && !per_pair) || is_made_here(ids)) {
+        return 0;
+    }
+    const routing & r = routing_of(ids, w->tensor->ne[2]);
+    const quantized_rows & q = expert_input(x, w->k->activation);
+    std::vector<const void *> inputs;
+    for (const routing::pair & p : r.pairs) {
+        inputs.push_back(q.row(per_pair ? p.token * r.n_used + p.k : p.token));
+    }
+    down_step::output out = {};
+    out.data         = (char *) node->data;
+    out.pair_stride  = node->nb[1];
+    out.token_stride = node->nb[2];
+    add_step(std::make_unique<down_step>(r, matrix_of(*w), std::move(inputs), out));
+    return 1;
+}
+
+} // namespace edgemoe

@@ -1,0 +1,173 @@
+// AVX2 products of rows with one activation, and the table of kernels. The source of both avx2.cpp and avxvnni.cpp.
+#pragma once
+
+#include "avx2_blocks.h"
+#include "avx2_tile.h"
+
+namespace edgemoe {
+
+namespace {
+
+// Decode reads every weight once, from memory; the hardware prefetcher alone leaves a fifth of the bandwidth unused.
+constexpr int prefetch_ahead = 1024;
+
+template <size_t bytes> inline void prefetch(const void * block) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        _mm_prefetch((const char *) block + prefetch_ahead + i, _MM_HINT_T0);
+    }
+}
+
+template <typename T> float row_of_32(const void * w, const void * q, int64_t n) {
+    const typename T::block * x = (const typename T::block *) w;
+    const act_2x32 * y = (const act_2x32 *) q;
+    __m256 acc[2] = { _mm256_setzero_ps(), _mm256_setzero_ps() };
+    float acc_min = 0;
+    const int64_t n_blocks = n / 32;
+    const auto one = [&](const typename T::block & b, const act_2x32 & a, int h) {
+        const __m256i bias = _mm256_zextsi128_si256(_mm_cvtsi32_si128(-T::offset * a.sums[h]));
+        const __m256i dot  = add_fours<T::largest>(bias, T::values(b), load256(a.qs + 32*h));
+        acc[h] = _mm256_fmadd_ps(_mm256_set1_ps(T::scale(b) * a.d[h]), _mm256_cvtepi32_ps(dot), acc[h]);
+        acc_min += T::min(b) * a.s[h];
+    };
+    for (int64_t i = 0; i + 1 < n_blocks; i += 2, y++) {
+        prefetch<64>(x + i);
+        one(x[i], *y, 0);
+        one(x[i + 1], *y, 1);
+    }
+    if (n_blocks % 2) {
+        one(x[n_blocks - 1], *y, 0);
+    }
+    return sum8(_mm256_add_ps(acc[0], acc[1])) + acc_min;
+}
+
+// ---- K-quants: products of bytes, then of 16-bit sums with the scales; both are exact ----
+
+// Fills each half of a register with its own 16-bit scale g.
+inline __m256i pick_scale(__m256i scales, int g) {
+    return _mm256_shuffle_epi8(scales, _mm256_set1_epi16((short) (2*g | (2*g + 1) << 8)));
+}
+
+template <typename T> float row_of_q45_k(const void * w, const void * q, int64_t n) {
+    const typename T::block * x = (const typename T::block *) w;
+    const act_256 * y = (const act_256 *) q;
+    __m256 acc = _mm256_setzero_ps();
+    __m128 acc_min = _mm_setzero_ps();
+    for (int64_t i = 0; i < n / 256; i++, x++, y++) {
+        prefetch<sizeof(*x)>(x);
+        const __m256i sm = scales_and_mins(x->scales);
+        const __m256i scales = _mm256_broadcastsi128_si256(_mm256_castsi256_si128(sm));
+        __m256i dot[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };
+        __m256i v[8];
+        T::values(*x, v);
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; g++) {
+            dot[g%2] = add_pairs(dot[g%2], products<T::largest>(v[g], load256(y->qs + 32*g)), pick_scale(scales, g));
+        }
+        const __m128i mins = _mm_madd_epi16(_mm256_extracti128_si256(sm, 1), load128(y->sums32));
+        acc     = _mm256_fmadd_ps(_mm256_set1_ps(half(x->d) * y->d), _mm256_cvtepi32_ps(_mm256_add_epi32(dot[0], dot[1])), acc);
+        acc_min = _mm_fmadd_ps(_mm_set1_ps(half(x->dmin) * y->d), _mm_cvtepi32_ps(mins), acc_min);
+    }
+    return sum8(acc) - sum4(acc_min);
+}
+
+// 16 groups of 16 with 8-bit scales: sum of scale * (value - offset) * activation.
+template <typename T> float row_of_16_groups(const void * w, const void * q, int64_t n) {
+    const typename T::block * x = (const typename T::block *) w;
+    const act_256 * y = (const act_256 *) q;
+    __m256 acc = _mm256_setzero_ps();
+    for (int64_t i = 0; i < n / 256; i++, x++, y++) {
+        prefetch<sizeof(*x)>(x);
+        const __m128i scales = T::bytes_of_scales(*x);
+        // Even groups lie in lower halves, odd ones in upper halves; so do their scales.
+        const __m256i split = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(scales, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
+        const __m256i offsets = _mm256_madd_epi16(_mm256_mullo_epi16(_mm256_cvtepi8_epi16(scales), _mm256_set1_epi16(-T::offset)), load256(y->sums16));
+        __m256i dot[2] = { offsets, _mm256_setzero_si256() };
+        __m256i v[8];
+        T::values(*x, v);
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            dot[k%2] = add_pairs(dot[k%2], products<T::largest>(v[k], load256(y->qs + 32*k)), pick_scale(split, k));
+        }
+        acc = _mm256_fmadd_ps(_mm256_set1_ps(half(x->d) * y->d), _mm256_cvtepi32_ps(_mm256_add_epi32(dot[0], dot[1])), acc);
+    }
+    return sum8(acc);
+}
+
+// Signed values also where VNNI has an unsigned form of them: that gives 32-bit sums, and multiplying those by the scales costs more.
+float row_of_iq4_xs(const void * w, const void * q, int64_t n) {
+    const block_iq4_xs * x = (const block_iq4_xs *) w;
+    const act_256 * y = (const act_256 *) q;
+    __m256 acc = _mm256_setzero_ps();
+    for (int64_t i = 0; i < n / 256; i++, x++, y++) {
+        prefetch<sizeof(*x)>(x);
+        const __m256i scales = _mm256_broadcastsi128_si256(iq4_xs::words_of_scales(*x));
+        __m256i dot[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; g++) {
+            const __m256i v = signed_iq4(nibbles(x->qs + 16*g));
+            dot[g%2] = add_pairs(dot[g%2], signed_products(v, load256(y->qs + 32*g)), pick_scale(scales, g));
+        }
+        acc = _mm256_fmadd_ps(_mm256_set1_ps(half(x->d) * y->d), _mm256_cvtepi32_ps(_mm256_add_epi32(dot[0], dot[1])), acc);
+    }
+    return sum8(acc);
+}
+
+template <typename T> float row_of_float(const void * w, const void * q, int64_t n) {
+    const char * x = (const char *) w;
+    const float * y = (const float *) q;
+    __m256 acc[4] = { _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps() };
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32, x += 32 * T::bytes) {
+        prefetch<32 * T::bytes>(x);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            acc[k] = _mm256_fmadd_ps(T::load(x + 8*k * T::bytes), _mm256_loadu_ps(y + i + 8*k), acc[k]);
+        }
+    }
+    float rest = 0;
+    for (; i < n; i++, x += T::bytes) {
+        rest += T::one(x) * y[i];
+    }
+    return sum8(_mm256_add_ps(_mm256_add_ps(acc[0], acc[1]), _mm256_add_ps(acc[2], acc[3]))) + rest;
+}
+
+template <float (*row)(const void *, const void *, int64_t)>
+void rows(const void * w, size_t row_bytes, const void * q, int64_t n, int64_t n_rows, float * y) {
+    for (int64_t r = 0; r < n_rows; r++) {
+        y[r] = row((const char *) w + (size_t) r * row_bytes, q, n);
+    }
+}
+
+template <float (*row)(const void *, const void *, int64_t)> kernel make(ggml_type type, rounding how, const tile_kernel & t) {
+    return { type, how, rows<row>, t.tile_bytes, t.unpack, t.multiply };
+}
+
+template <typename T> kernel of_32(ggml_type type)        { return make<row_of_32<T>>(type, rounding::q8_32, tiles_of_32<T>()); }
+template <typename T> kernel of_45(ggml_type type)        { return make<row_of_q45_k<T>>(type, rounding::q8_256, tiles_of_256<T>()); }
+template <typename T> kernel of_16_groups(ggml_type type) { return make<row_of_16_groups<T>>(type, rounding::q8_256, tiles_of_256<T>()); }
+template <typename T> kernel of_float(ggml_type type)     { return make<row_of_float<T>>(type, rounding::none, tiles_of_float<T>()); }
+
+kernel_table all_kernels() {
+    static const kernel table[] = {
+        of_45<q45_k<block_q4_k>>(GGML_TYPE_Q4_K),
+        of_45<q45_k<block_q5_k>>(GGML_TYPE_Q5_K),
+        of_16_groups<q6_k>(GGML_TYPE_Q6_K),
+        of_16_groups<q3_k>(GGML_TYPE_Q3_K),
+        make<row_of_iq4_xs>(GGML_TYPE_IQ4_XS, rounding::q8_256, tiles_of_256<iq4_xs>()),
+        of_32<q8_0>(GGML_TYPE_Q8_0),
+        of_32<q4_0>(GGML_TYPE_Q4_0),
+        of_32<q4_1>(GGML_TYPE_Q4_1),
+        of_32<q5_0>(GGML_TYPE_Q5_0),
+        of_32<q5_1>(GGML_TYPE_Q5_1),
+        of_32<iq4_nl>(GGML_TYPE_IQ4_NL),
+        of_32<mxfp4>(GGML_TYPE_MXFP4),
+        of_float<f16>(GGML_TYPE_F16),
+        of_float<bf16>(GGML_TYPE_BF16),
+        of_float<f32>(GGML_TYPE_F32),
+    };
+    return { table, sizeof(table) / sizeof(table[0]) };
+}
+
+} // namespace
+
+} // namespace edgemoe

@@ -1,0 +1,196 @@
+// AVX-512 products of rows with one activation (F, BW, VL, DQ, VNNI).
+#include "avx512_blocks.h"
+#include "avx512_tile.h"
+
+#if defined(__x86_64__)
+
+namespace edgemoe {
+
+namespace {
+
+// Decode reads every weight once, from memory; the hardware prefetcher alone leaves a fifth of the bandwidth unused.
+constexpr int prefetch_ahead = 1024;
+
+template <size_t bytes> inline void prefetch(const void * block) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        _mm_prefetch((const char *) block + prefetch_ahead + i, _MM_HINT_T0);
+    }
+}
+
+template <typename T> float row_of_32(const void * w, const void * q, int64_t n) {
+    const typename T::block * x = (const typename T::block *) w;
+    const act_2x32 * y = (const act_2x32 *) q;
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    __m512 acc = _mm512_setzero_ps();
+    __m128 acc_min = _mm_setzero_ps();
+    const int64_t last = n / 32 - 1;
+    for (int64_t i = 0; i <= last; i += 2, y++) {
+        // A last odd block is its own partner, times an activation of zero: nothing behind the row is read.
+        const typename T::block & a = x[i];
+        const typename T::block & b = x[i < last ? i + 1 : i];
+        prefetch<64>(&a);
+        const __m128i bias2 = _mm_mullo_epi32(_mm_loadl_epi64((const __m128i *) y->sums), _mm_set1_epi32(-T::offset));
+        const __m512i bias = _mm512_maskz_permutexvar_epi32(0x0101, halves, _mm512_castsi128_si512(bias2));
+        const __m512i dot  = _mm512_dpbusd_epi32(bias, T::values(a, b), load512(y->qs));
+        const __m128 d = _mm_mul_ps(T::scales(a, b), _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) y->d)));
+        acc = _mm512_fmadd_ps(_mm512_permutexvar_ps(halves, _mm512_castps128_ps512(d)), _mm512_cvtepi32_ps(dot), acc);
+        acc_min = _mm_fmadd_ps(T::mins(a, b), _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) y->s)), acc_min);
+    }
+    return _mm512_reduce_add_ps(acc) + sum4(acc_min);
+}
+
+// ---- K-quants: products of bytes, then of 16-bit sums with the scales; both are exact ----
+
+// Shuffle that fills the lower half of a register with 16-bit scale a, the upper with b.
+inline __m512i pick_scales(int a, int b) {
+    return join(_mm256_set1_epi16((short) (2*a | (2*a + 1) << 8)), _mm256_set1_epi16((short) (2*b | (2*b + 1) << 8)));
+}
+
+// Groups a and b of 32 activations.
+inline __m512i groups(const act_256 & y, int a, int b) {
+    return join(load256(y.qs + 32*a), load256(y.qs + 32*b));
+}
+
+// Q4_K and Q5_K. A register of 64 bytes of qs holds groups g and g + 2 in its low nibbles, g + 1 and g + 3 in its high ones.
+template <typename B> float row_of_q45_k(const void * w, const void * q, int64_t n) {
+    const B * x = (const B *) w;
+    const act_256 * y = (const act_256 *) q;
+    const __m512i fifteen = _mm512_set1_epi8(15);
+    __m512 acc = _mm512_setzero_ps();
+    __m128 acc_min = _mm_setzero_ps();
+    for (int64_t i = 0; i < n / 256; i++, x++, y++) {
+        prefetch<sizeof(B)>(x);
+        const __m256i sm = scales_and_mins(x->scales);
+        const __m512i scales = _mm512_broadcast_i32x4(_mm256_castsi256_si128(sm));
+        const __m512i qh = fifth_bits(*x);
+        __m512i dot[2] = { _mm512_setzero_si512(), _mm512_setzero_si512() };
+#pragma GCC unroll 2
+        for (int g = 0; g < 8; g += 4) {
+            const __m512i qs   = load512(x->qs + 16*g);
+            const __m512i even = add_fifth(*x, _mm512_and_si512(qs, fifteen), qh, g, g + 2);
+            const __m512i odd  = add_fifth(*x, _mm512_and_si512(_mm512_srli_epi16(qs, 4), fifteen), qh, g + 1, g + 3);
+            dot[0] = _mm512_dpwssd_epi32(dot[0], _mm512_maddubs_epi16(even, groups(*y, g, g + 2)),
+                _mm512_shuffle_epi8(scales, pick_scales(g, g + 2)));
+            dot[1] = _mm512_dpwssd_epi32(dot[1], _mm512_maddubs_epi16(odd, groups(*y, g + 1, g + 3)),
+                _mm512_shuffle_epi8(scales, pick_scales(g + 1, g + 3)));
+        }
+        const __m128i mins = _mm_madd_epi16(_mm256_extracti128_si256(sm, 1), load128(y->sums32));
+        acc     = _mm512_fmadd_ps(_mm512_set1_ps(half(x->d) * y->d), _mm512_cvtepi32_ps(_mm512_add_epi32(dot[0], dot[1])), acc);
+        acc_min = _mm_fmadd_ps(_mm_set1_ps(half(x->dmin) * y->d), _mm_cvtepi32_ps(mins), acc_min);
+    }
+    return _mm512_reduce_add_ps(acc) - sum4(acc_min);
+}
+
+// Sum of scale * (value - offset) * activation, for 16 groups of 16 with 8-bit scales. v[k] holds the values of groups 4k to 4k + 3.
+template <int offset> __m512i dot_16_groups(const __m512i * v, __m128i scales, const act_256 & y) {
+    // Each scale twice, as the two 16-bit halves of a 32-bit word.
+    const __m512i twins = _mm512_shuffle_epi8(_mm512_cvtepi8_epi32(scales),
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13)));
+    const __m256i offsets = _mm256_mullo_epi32(_mm256_madd_epi16(_mm256_cvtepi8_epi16(scales), load256(y.sums16)), _mm256_set1_epi32(offset));
+    __m512i dot[2] = { _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_zextsi256_si512(offsets)), _mm512_setzero_si512() };
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        const __m512i lanes = _mm512_setr_epi32(4*k, 4*k, 4*k, 4*k, 4*k + 1, 4*k + 1, 4*k + 1, 4*k + 1,
+            4*k + 2, 4*k + 2, 4*k + 2, 4*k + 2, 4*k + 3, 4*k + 3, 4*k + 3, 4*k + 3);
+        dot[k%2] = _mm512_dpwssd_epi32(dot[k%2], _mm512_maddubs_epi16(v[k], load512(y.qs + 64*k)), _mm512_permutexvar_epi32(lanes, twins));
+    }
+    return _mm512_add_epi32(dot[0], dot[1]);
+}
+
+template <typename T> float row_of_16_groups(const void * w, const void * q, int64_t n) {
+    const typename T::block * x = (const typename T::block *) w;
+    const act_256 * y = (const act_256 *) q;
+    __m512 acc = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n / 256; i++, x++, y++) {
+        prefetch<sizeof(*x)>(x);
+        __m512i v[4];
+        T::values(*x, v);
+        const __m512i dot = dot_16_groups<T::offset>(v, T::bytes_of_scales(*x), *y);
+        acc = _mm512_fmadd_ps(_mm512_set1_ps(half(x->d) * y->d), _mm512_cvtepi32_ps(dot), acc);
+    }
+    return _mm512_reduce_add_ps(acc);
+}
+
+float row_of_iq4_xs(const void * w, const void * q, int64_t n) {
+    const block_iq4_xs * x = (const block_iq4_xs *) w;
+    const act_256 * y = (const act_256 *) q;
+    __m512 acc = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n / 256; i++, x++, y++) {
+        prefetch<sizeof(*x)>(x);
+        const __m256i scales  = iq4_xs::wide_scales(*x);
+        const __m256i offsets = _mm256_mullo_epi32(_mm256_mullo_epi32(scales, _mm256_cvtepi16_epi32(load128(y->sums32))), _mm256_set1_epi32(iq4_xs::offset));
+        __m512i dot = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_zextsi256_si512(offsets));
+        __m512i v[4];
+        iq4_xs::values(*x, v);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            const __m512i halves = join(_mm256_set1_epi32(2*k), _mm256_set1_epi32(2*k + 1));
+            const __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), v[k], load512(y->qs + 64*k));
+            dot = _mm512_add_epi32(dot, _mm512_mullo_epi32(products, _mm512_permutexvar_epi32(halves, _mm512_castsi256_si512(scales))));
+        }
+        acc = _mm512_fmadd_ps(_mm512_set1_ps(half(x->d) * y->d), _mm512_cvtepi32_ps(dot), acc);
+    }
+    return _mm512_reduce_add_ps(acc);
+}
+
+template <typename T> float row_of_float(const void * w, const void * q, int64_t n) {
+    const typename T::element * x = (const typename T::element *) w;
+    const float * y = (const float *) q;
+    __m512 acc[4] = { _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps() };
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+        prefetch<64 * sizeof(*x)>(x + i);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            acc[k] = _mm512_fmadd_ps(T::load(0xFFFF, x + i + 16*k), _mm512_loadu_ps(y + i + 16*k), acc[k]);
+        }
+    }
+    for (; i < n; i += 16) {
+        const __mmask16 m = n - i < 16 ? (__mmask16) ((1u << (n - i)) - 1) : (__mmask16) 0xFFFF;
+        acc[0] = _mm512_fmadd_ps(T::load(m, x + i), _mm512_maskz_loadu_ps(m, y + i), acc[0]);
+    }
+    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3])));
+}
+
+template <float (*row)(const void *, const void *, int64_t)>
+void rows(const void * w, size_t row_bytes, const void * q, int64_t n, int64_t n_rows, float * y) {
+    for (int64_t r = 0; r < n_rows; r++) {
+        y[r] = row((const char *) w + (size_t) r * row_bytes, q, n);
+    }
+}
+
+template <float (*row)(const void *, const void *, int64_t)> kernel make(ggml_type type, rounding how, const tile_kernel & t) {
+    return { type, how, rows<row>, t.tile_bytes, t.unpack, t.multiply };
+}
+
+template <typename T> kernel of_32(ggml_type type)        { return make<row_of_32<T>>(type, rounding::q8_32, tiles_of_32<T>()); }
+template <typename B> kernel of_45(ggml_type type)        { return make<row_of_q45_k<B>>(type, rounding::q8_256, tiles_of_256<q45_k<B>>()); }
+template <typename T> kernel of_16_groups(ggml_type type) { return make<row_of_16_groups<T>>(type, rounding::q8_256, tiles_of_256<T>()); }
+template <typename T> kernel of_float(ggml_type type)     { return make<row_of_float<T>>(type, rounding::none, tiles_of_float<T>()); }
+
+} // namespace
+
+kernel_table kernels_avx512() {
+    static const kernel table[] = {
+        of_45<block_q4_k>(GGML_TYPE_Q4_K),
+        of_45<block_q5_k>(GGML_TYPE_Q5_K),
+        of_16_groups<q6_k>(GGML_TYPE_Q6_K),
+        of_16_groups<q3_k>(GGML_TYPE_Q3_K),
+        make<row_of_iq4_xs>(GGML_TYPE_IQ4_XS, rounding::q8_256, tiles_of_256<iq4_xs>()),
+        of_32<q8_0>(GGML_TYPE_Q8_0),
+        of_32<q4_0>(GGML_TYPE_Q4_0),
+        of_32<q4_1>(GGML_TYPE_Q4_1),
+        of_32<q5_0>(GGML_TYPE_Q5_0),
+        of_32<q5_1>(GGML_TYPE_Q5_1),
+        of_32<iq4_nl>(GGML_TYPE_IQ4_NL),
+        of_32<mxfp4>(GGML_TYPE_MXFP4),
+        of_float<f16>(GGML_TYPE_F16),
+        of_float<bf16>(GGML_TYPE_BF16),
+        of_float<f32>(GGML_TYPE_F32),
+    };
+    return { table, sizeof(table) / sizeof(table[0]) };
+}
+
+} // namespace edgemoe
+
+#endif

@@ -1,0 +1,235 @@
+#include "products.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace edgemoe {
+
+// From so many activations on, turning rows into a tile pays.
+static constexpr int64_t TILE_MIN = 3;
+// A piece streams about this much from memory: long enough for the prefetcher, short enough to share the work evenly.
+static constexpr size_t PIECE_BYTES = 64 << 10;
+
+static void * aligned(size_t bytes) {
+    void * p = std::aligned_alloc(64, (std::max<size_t>(bytes, 64) + 63) / 64 * 64);
+    if (!p) {
+        throw std::bad_alloc();
+    }
+    return p;
+}
+
+workspace::~workspace() {
+    for (chunk & c : chunks) {
+        std::free(c.at);
+    }
+}
+
+void * workspace::take(size_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    for (chunk & c : chunks) {
+        if (c.bytes - c.used >= bytes) {
+            c.used += bytes;
+            return c.at + c.used - bytes;
+        }
+    }
+    const size_t room = std::max<size_t>(bytes, 1 << 20);
+    chunks.push_back({ (char *) aligned(room), room, bytes });
+    return chunks.back().at;
+}
+
+void workspace::clear() {
+    for (chunk & c : chunks) {
+        c.used = 0;
+    }
+}
+
+// A thread's own memory, kept from step to step.
+struct thread_buffer {
+    ~thread_buffer() { std::free(at); }
+    void * get(size_t wanted) {
+        if (wanted > bytes) {
+            std::free(at);
+            at    = nullptr;
+            at    = aligned(wanted);
+            bytes = wanted;
+        }
+        return at;
+    }
+    void * at    = nullptr;
+    size_t bytes = 0;
+};
+
+static thread_local thread_buffer tile_buffer, value_buffer;
+
+// y[t][0 .. n_rows) = rows [row, row + n_rows) of expert e times q[t]
+static void multiply_rows(const matrix & w, int64_t expert, int64_t row, int64_t n_rows, const void * const * q, int64_t n_tokens, float * const * y) {
+    thread_local std::vector<float *> at;
+    const bool tiled = n_tokens >= TILE_MIN && w.k->multiply;
+    for (int64_t r = 0; r < n_rows; r += tile_rows) {
+        const int n = (int) std::min<int64_t>(tile_rows, n_rows - r);
+        const char * rows = w.row(expert, row + r);
+        if (tiled) {
+            void * tile = tile_buffer.get(w.k->tile_bytes(w.n_in));
+            at.assign(y, y + n_tokens);
+            for (float *& p : at) {
+                p += r;
+            }
+            w.k->unpack(rows, w.row_bytes, w.n_in, n, tile);
+            w.k->multiply(tile, w.n_in, n, q, n_tokens, at.data());
+        } else {
+            for (int64_t t = 0; t < n_tokens; t++) {
+                w.k->dot(rows, w.row_bytes, q[t], w.n_in, n, y[t] + r);
+            }
+        }
+    }
+}
+
+// A multiple of tile_rows, so that a piece of `streams` such matrices has about PIECE_BYTES and there are enough pieces for every thread.
+static int64_t rows_for_piece(const matrix & w, int64_t n_rows, size_t streams) {
+    const int64_t by_bytes = (int64_t) (PIECE_BYTES / (w.row_bytes * streams));
+    const int64_t by_count = n_rows / 16;
+    return std::max<int64_t>(1, std::min(by_bytes, by_count) / tile_rows) * tile_rows;
+}
+
+quantized_rows::quantized_rows(workspace & memory, rounding how, int64_t n, std::vector<const float *> rows) : how(how), n(n), from(std::move(rows)) {
+    row_bytes = (activation_bytes(how, n) + 63) / 64 * 64;
+    to = (char *) memory.take(row_bytes * from.size());
+}
+
+void quantize_step::run(int, int) {
+    for (int64_t i = next++; i < (int64_t) rows.from.size(); i = next++) {
+        quantize(rows.how, rows.from[(size_t) i], rows.to + (size_t) i * rows.row_bytes, rows.n);
+    }
+}
+
+// --- dense ---
+
+dense_step::dense_step(const quantized_rows & x, std::vector<product> p) : x(x), products(std::move(p)), first_piece{0} {
+    for (const product & each : products) {
+        rows_per_piece.push_back(rows_for_piece(each.w, each.w.n_out, 1));
+        first_piece.push_back(first_piece.back() + (each.w.n_out + rows_per_piece.back() - 1) / rows_per_piece.back());
+    }
+    for (size_t i = 0; i < x.from.size(); i++) {
+        qs.push_back(x.row((int64_t) i));
+    }
+}
+
+void dense_step::run(int, int) {
+    thread_local std::vector<float *> y;
+    size_t p = 0;
+    for (int64_t piece = next++; piece < first_piece.back(); piece = next++) {
+        while (piece >= first_piece[p + 1]) {
+            p++;   // pieces come in ascending order
+        }
+        const product & each = products[p];
+        const int64_t row = (piece - first_piece[p]) * rows_per_piece[p];
+        y.assign(each.y.begin(), each.y.end());
+        for (float *& to : y) {
+            to += row;
+        }
+        multiply_rows(each.w, 0, row, std::min(rows_per_piece[p], each.w.n_out - row), qs.data(), (int64_t) qs.size(), y.data());
+    }
+}
+
+// --- experts ---
+
+hidden_step::hidden_step(const routing & r, const quantized_rows & x, bool x_per_pair, std::vector<stream> s, std::vector<elementwise> c, int result,
+        int64_t n_hidden, quantized_rows & hidden, float * hidden_floats)
+    : route(r), x(x), x_per_pair(x_per_pair), streams(std::move(s)), chain(std::move(c)), result(result), n_hidden(n_hidden), hidden(hidden),
+      hidden_floats(hidden_floats), pieces_left(new std::atomic<int64_t>[r.groups.size()]) {
+    rows_per_piece   = std::min<int64_t>(rows_for_piece(streams[0].w, n_hidden, streams.size()), 64);
+    pieces_per_group = (n_hidden + rows_per_piece - 1) / rows_per_piece;
+    for (size_t g = 0; g < r.groups.size(); g++) {
+        pieces_left[g] = pieces_per_group;
+    }
+    for (const routing::pair & p : r.pairs) {
+        qs.push_back(x.row(x_per_pair ? p.token * r.n_used + p.k : p.token));
+    }
+}
+
+void hidden_step::run(int, int) {
+    for (int64_t piece = next++; piece < pieces_per_group * (int64_t) route.groups.size(); piece = next++) {
+        const size_t index = (size_t) (piece / pieces_per_group);
+        const routing::group & g = route.groups[index];
+        const int64_t row = piece % pieces_per_group * rows_per_piece;
+        compute_piece(g, row, (int) std::min(rows_per_piece, n_hidden - row));
+        if (--pieces_left[index] == 0) {
+            for (int64_t i = g.first; i < g.first + g.n; i++) {
+                quantize(hidden.how, hidden_floats + i * n_hidden, hidden.to + (size_t) i * hidden.row_bytes, n_hidden);
+            }
+        }
+    }
+}
+
+void hidden_step::compute_piece(const routing::group & g, int64_t row, int n_rows) {
+    thread_local std::vector<float *> y, value;
+    // The products of all pairs first, [stream][pair][row]; then, pair by pair, the chain while they are in the cache.
+    const size_t n_values = streams.size() + chain.size();
+    const size_t plane    = (size_t) g.n * (size_t) rows_per_piece;
+    float * buffer = (float *) value_buffer.get((streams.size() * plane + chain.size() * (size_t) rows_per_piece) * sizeof(float));
+    y.resize((size_t) g.n);
+    for (size_t s = 0; s < streams.size(); s++) {
+        for (int32_t i = 0; i < g.n; i++) {
+            y[(size_t) i] = buffer + s * plane + (size_t) (i * rows_per_piece);
+        }
+        multiply_rows(streams[s].w, g.expert, streams[s].offset + row, n_rows, &qs[(size_t) g.first], g.n, y.data());
+    }
+    value.resize(n_values);
+    for (int32_t i = 0; i < g.n; i++) {
+        for (size_t v = 0; v < n_values; v++) {
+            value[v] = v < streams.size() ? buffer + v * plane + (size_t) (i * rows_per_piece) : buffer + streams.size() * plane + (v - streams.size()) * (size_t) rows_per_piece;
+        }
+        float * to = hidden_floats + (g.first + i) * n_hidden + row;
+        value[(size_t) result] = chain.empty() ? value[(size_t) result] : to;
+        for (size_t c = 0; c < chain.size(); c++) {
+            const elementwise & e = chain[c];
+            const float * bias = e.bias ? (const float *) ((const char *) e.bias->data + (size_t) g.expert * e.bias->nb[1]) + e.bias_row + row : nullptr;
+            apply(e, value[(size_t) e.a], value[(size_t) e.b], bias, value[streams.size() + c], n_rows);
+        }
+        if (chain.empty()) {
+            memcpy(to, value[(size_t) result], (size_t) n_rows * sizeof(float));
+        }
+    }
+}
+
+down_step::down_step(const routing & r, const matrix & w, std::vector<const void *> inputs, const output & out) : route(r), w(w), out(out), qs(std::move(inputs)) {
+    rows_per_piece = std::min<int64_t>(rows_for_piece(w, w.n_out, std::max<size_t>(1, std::min<size_t>(r.groups.size(), 8))), 64);
+}
+
+void down_step::run(int, int) {
+    for (int64_t row = rows_per_piece * next++; row < w.n_out; row = rows_per_piece * next++) {
+        compute_piece(row, (int) std::min(rows_per_piece, w.n_out - row));
+    }
+}
+
+void down_step::compute_piece(int64_t row, int n_rows) {
+    thread_local std::vector<float *> y;
+    if (out.summed) {
+        for (int64_t t = 0; t < route.n_tokens; t++) {
+            memset(out.data + (size_t) t * out.token_stride + (size_t) row * sizeof(float), 0, (size_t) n_rows * sizeof(float));
+        }
+    }
+    for (const routing::group & g : route.groups) {
+        float * buffer = (float *) value_buffer.get((size_t) g.n * (size_t) rows_per_piece * sizeof(float));
+        y.resize((size_t) g.n);
+        for (int32_t i = 0; i < g.n; i++) {
+            y[(size_t) i] = buffer + i * rows_per_piece;
+        }
+        multiply_rows(w, g.expert, row, n_rows, &qs[(size_t) g.first], g.n, y.data());
+        const float * bias = out.bias ? (const float *) ((const char *) out.bias->data + (size_t) g.expert * out.bias->nb[1]) + row : nullptr;
+        for (int32_t i = 0; i < g.n; i++) {
+            const routing::pair & p = route.pairs[(size_t) (g.first + i)];
+            float * to = (float *) (out.data + (size_t) p.token * out.token_stride + (out.summed ? 0 : (size_t) p.k * out.pair_stride)) + row;
+            const float weight = out.weights ? out.weights[g.first + i] : 1.0f;
+            const float * from = y[(size_t) i];
+            for (int r = 0; r < n_rows; r++) {
+                const float value = (from[r] + (bias ? bias[r] : 0.0f)) * weight;
+                to[r] = out.summed ? to[r] + value : value;
+            }
+        }
+    }
+}
+
+} // namespace edgemoe
