@@ -69,6 +69,7 @@ class Recipe:
     chat_template: str | None = CHATML
     expert_type: str = "Q4_0"
     down_type: str = ""             # real K-quant files mix types; "": like expert_type
+    dense_type: str = "Q8_0"        # of everything that is neither expert nor router
     router_type: str = "F32"        # "F64" crashes llama.cpp: for tests of our refusal only
     alignment: int = 32             # bytes; of every tensor in the file
     seed: int = 0
@@ -274,12 +275,14 @@ class _Model:
     def __init__(self, writer, recipe):
         self.writer = writer
         self.seed = recipe.seed
+        self.dense_type = recipe.dense_type
 
     def _draw(self, name, shape):
         return np.random.default_rng([self.seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
 
-    def matrix(self, name, *shape, kind="Q8_0", scale=None):
+    def matrix(self, name, *shape, kind="", scale=None):
         """Random weights; by default a row of them keeps the size of a normalised input."""
+        kind = kind or self.dense_type
         weights = self._draw(name, shape) * np.float32(shape[-1] ** -0.5 if scale is None else scale)
         if kind == "F64":
             self.writer.add_tensor(f"{name}.weight", weights.astype(np.float64))

@@ -22,6 +22,7 @@ template <typename F> static F cpu_function(ggml_backend_t cpu, const char * nam
 }
 
 void executor::set_n_threads(int n) {
+    n_threads = n;
     if (auto set = cpu_function<ggml_backend_set_n_threads_t>(cpu, "ggml_backend_set_n_threads")) {
         set(cpu, n);
     }
@@ -123,7 +124,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     }
     if (status == GGML_STATUS_SUCCESS) {
         memory.clear();
-        std::unique_ptr<graph_plan> plan(has_kernels ? new graph_plan(nodes, weights_of, memory) : nullptr);
+        std::unique_ptr<graph_plan> plan(has_kernels ? new graph_plan(nodes, weights_of, memory, n_threads) : nullptr);
         for (const swap & s : swapped) {
             s.node->src[0] = weights_of(s.original).weight->tensor;
         }

@@ -34,6 +34,7 @@ private:
     struct deleter { void operator()(ggml_context * c) const { ggml_free(c); } };
 
     ggml_backend_t       cpu;
+    int                  n_threads = GGML_DEFAULT_N_THREADS;
     const owned_tensor * event_first = nullptr;   // the product that began the current event
     std::vector<uint8_t> seen;                    // per expert, within one event
     workspace            memory;

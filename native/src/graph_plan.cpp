@@ -37,6 +37,7 @@ struct planner {
     const std::vector<ggml_tensor *> & nodes;
     weight_lookup                      weights_of;
     workspace &                        memory;
+    int                                n_threads;
 
     const owned_tensor * kernel_weight(const ggml_tensor * product) const {
         const owned w = weights_of(product->src[0]);
@@ -75,8 +76,8 @@ struct planner {
     bool take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out);
 };
 
-graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory) {
-    planner { *this, nodes, weights_of, memory }.run();
+graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory, int n_threads) {
+    planner { *this, nodes, weights_of, memory, n_threads }.run();
 }
 
 void planner::run() {
@@ -141,7 +142,7 @@ size_t planner::take_dense(size_t i) {
     }
     quantized_rows & q = quantized(how, x->ne[0], std::move(rows));
     add_step(std::make_unique<quantize_step>(q));
-    add_step(std::make_unique<dense_step>(q, std::move(products)));
+    add_step(std::make_unique<dense_step>(q, std::move(products), n_threads));
     return end - i;
 }
 
@@ -312,7 +313,7 @@ size_t planner::take_experts(size_t i) {
     const quantized_rows & q = expert_input(x, chain.streams[0].w.k->activation);
     float * floats = (float *) memory.take((size_t) (n_hidden * n_pairs) * sizeof(float));
     quantized_rows & h = quantized(down_weight->k->activation, n_hidden, std::vector<const float *>((size_t) n_pairs));
-    add_step(std::make_unique<hidden_step>(r, q, per_pair, std::move(chain.streams), std::move(chain.steps), number(result), n_hidden, h, floats));
+    add_step(std::make_unique<hidden_step>(r, q, per_pair, std::move(chain.streams), std::move(chain.steps), number(result), n_hidden, h, floats, n_threads));
 
     down_step::output out = {};
     size_t end = at_down;
@@ -321,7 +322,7 @@ size_t planner::take_experts(size_t i) {
     for (int64_t p = 0; p < n_pairs; p++) {
         inputs.push_back(h.row(p));
     }
-    add_step(std::make_unique<down_step>(r, matrix_of(*down_weight), std::move(inputs), out));
+    add_step(std::make_unique<down_step>(r, matrix_of(*down_weight), std::move(inputs), out, n_threads));
     return end + 1 - i;
 }
 
@@ -406,7 +407,7 @@ size_t planner::take_pairs(size_t i) {
     out.data         = (char *) node->data;
     out.pair_stride  = node->nb[1];
     out.token_stride = node->nb[2];
-    add_step(std::make_unique<down_step>(r, matrix_of(*w), std::move(inputs), out));
+    add_step(std::make_unique<down_step>(r, matrix_of(*w), std::move(inputs), out, n_threads));
     return 1;
 }
 

@@ -18,7 +18,7 @@ struct graph_plan {
     bool              has_steps = false;
 
     // The ids of expert products must have been checked, and their data and the inputs of the split must be there: routings are sorted here.
-    graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory);
+    graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory, int n_threads);
 
 private:
     friend struct planner;

@@ -9,9 +9,8 @@ namespace edgemoe {
 
 // From so many activations on, turning rows into a tile pays.
 static constexpr int64_t TILE_MIN = 3;
-// A piece streams about this much from memory: long enough for the prefetcher, short enough to share the work evenly.
-static constexpr size_t PIECE_BYTES = 64 << 10;
-
+// Rows of the longest piece of work.
+static constexpr int64_t MOST_ROWS = 256;
 static void * aligned(size_t bytes) {
     void * p = std::aligned_alloc(64, (std::max<size_t>(bytes, 64) + 63) / 64 * 64);
     if (!p) {
@@ -86,11 +85,19 @@ static void multiply_rows(const matrix & w, int64_t expert, int64_t row, int64_t
     }
 }
 
-// A multiple of tile_rows, so that a piece of `streams` such matrices has about PIECE_BYTES and there are enough pieces for every thread.
-static int64_t rows_for_piece(const matrix & w, int64_t n_rows, size_t streams) {
-    const int64_t by_bytes = (int64_t) (PIECE_BYTES / (w.row_bytes * streams));
-    const int64_t by_count = n_rows / 16;
-    return std::max<int64_t>(1, std::min(by_bytes, by_count) / tile_rows) * tile_rows;
+// Rows of a piece of work, a multiple of tile_rows: as many as leave every thread several pieces, since long runs are what memory reads fastest.
+static int64_t rows_for_piece(int64_t n_rows, int64_t n_pieces_beside, int n_threads, int64_t most) {
+    static constexpr int64_t PIECES_PER_THREAD = 6;
+    const int64_t n_pieces = std::max<int64_t>(1, (PIECES_PER_THREAD * n_threads + n_pieces_beside - 1) / n_pieces_beside);
+    const int64_t rows     = (n_rows + n_pieces - 1) / n_pieces;
+    return std::min(std::max<int64_t>(1, rows / tile_rows), most / tile_rows) * tile_rows;
+}
+
+// Rows that will be read after the present ones: the start of a run is what the kernels' own prefetching misses.
+static void prefetch_start(const char * rows) {
+    for (size_t i = 0; i < 2048; i += 64) {
+        __builtin_prefetch(rows + i, 0, 2);
+    }
 }
 
 quantized_rows::quantized_rows(workspace & memory, rounding how, int64_t n, std::vector<const float *> rows) : how(how), n(n), from(std::move(rows)) {
@@ -106,9 +113,9 @@ void quantize_step::run(int, int) {
 
 // --- dense ---
 
-dense_step::dense_step(const quantized_rows & x, std::vector<product> p) : x(x), products(std::move(p)), first_piece{0} {
+dense_step::dense_step(const quantized_rows & x, std::vector<product> p, int n_threads) : x(x), products(std::move(p)), first_piece{0} {
     for (const product & each : products) {
-        rows_per_piece.push_back(rows_for_piece(each.w, each.w.n_out, 1));
+        rows_per_piece.push_back(rows_for_piece(each.w.n_out, 1, n_threads, MOST_ROWS));
         first_piece.push_back(first_piece.back() + (each.w.n_out + rows_per_piece.back() - 1) / rows_per_piece.back());
     }
     for (size_t i = 0; i < x.from.size(); i++) {
@@ -136,10 +143,10 @@ void dense_step::run(int, int) {
 // --- experts ---
 
 hidden_step::hidden_step(const routing & r, const quantized_rows & x, bool x_per_pair, std::vector<stream> s, std::vector<elementwise> c, int result,
-        int64_t n_hidden, quantized_rows & hidden, float * hidden_floats)
+        int64_t n_hidden, quantized_rows & hidden, float * hidden_floats, int n_threads)
     : route(r), x(x), x_per_pair(x_per_pair), streams(std::move(s)), chain(std::move(c)), result(result), n_hidden(n_hidden), hidden(hidden),
       hidden_floats(hidden_floats), pieces_left(new std::atomic<int64_t>[r.groups.size()]) {
-    rows_per_piece   = std::min<int64_t>(rows_for_piece(streams[0].w, n_hidden, streams.size()), 64);
+    rows_per_piece   = rows_for_piece(n_hidden, (int64_t) r.groups.size(), n_threads, MOST_ROWS);
     pieces_per_group = (n_hidden + rows_per_piece - 1) / rows_per_piece;
     for (size_t g = 0; g < r.groups.size(); g++) {
         pieces_left[g] = pieces_per_group;
@@ -174,6 +181,9 @@ void hidden_step::compute_piece(const routing::group & g, int64_t row, int n_row
         for (int32_t i = 0; i < g.n; i++) {
             y[(size_t) i] = buffer + s * plane + (size_t) (i * rows_per_piece);
         }
+        if (s + 1 < streams.size()) {
+            prefetch_start(streams[s + 1].w.row(g.expert, streams[s + 1].offset + row));
+        }
         multiply_rows(streams[s].w, g.expert, streams[s].offset + row, n_rows, &qs[(size_t) g.first], g.n, y.data());
     }
     value.resize(n_values);
@@ -194,8 +204,8 @@ void hidden_step::compute_piece(const routing::group & g, int64_t row, int n_row
     }
 }
 
-down_step::down_step(const routing & r, const matrix & w, std::vector<const void *> inputs, const output & out) : route(r), w(w), out(out), qs(std::move(inputs)) {
-    rows_per_piece = std::min<int64_t>(rows_for_piece(w, w.n_out, std::max<size_t>(1, std::min<size_t>(r.groups.size(), 8))), 64);
+down_step::down_step(const routing & r, const matrix & w, std::vector<const void *> inputs, const output & out, int n_threads) : route(r), w(w), out(out), qs(std::move(inputs)) {
+    rows_per_piece = rows_for_piece(w.n_out, 1, n_threads, MOST_ROWS);
 }
 
 void down_step::run(int, int) {
@@ -211,7 +221,11 @@ void down_step::compute_piece(int64_t row, int n_rows) {
             memset(out.data + (size_t) t * out.token_stride + (size_t) row * sizeof(float), 0, (size_t) n_rows * sizeof(float));
         }
     }
-    for (const routing::group & g : route.groups) {
+    for (size_t i_group = 0; i_group < route.groups.size(); i_group++) {
+        const routing::group & g = route.groups[i_group];
+        if (i_group + 1 < route.groups.size()) {
+            prefetch_start(w.row(route.groups[i_group + 1].expert, row));
+        }
         float * buffer = (float *) value_buffer.get((size_t) g.n * (size_t) rows_per_piece * sizeof(float));
         y.resize((size_t) g.n);
         for (int32_t i = 0; i < g.n; i++) {

@@ -67,7 +67,7 @@ struct dense_step : step {
         matrix w;
         std::vector<float *> y;    // per row of x
     };
-    dense_step(const quantized_rows & x, std::vector<product> products);
+    dense_step(const quantized_rows & x, std::vector<product> products, int n_threads);
     void run(int thread, int n_threads) override;
 
 private:
@@ -95,7 +95,7 @@ struct hidden_step : step {
     struct stream { matrix w; int64_t offset; };
 
     hidden_step(const routing & r, const quantized_rows & x, bool x_per_pair, std::vector<stream> streams, std::vector<elementwise> chain, int result,
-        int64_t n_hidden, quantized_rows & hidden, float * hidden_floats);
+        int64_t n_hidden, quantized_rows & hidden, float * hidden_floats, int n_threads);
     void run(int thread, int n_threads) override;
 
 private:
@@ -125,7 +125,7 @@ struct down_step : step {
         const ggml_tensor * bias;           // [n_out, n_expert], F32, or NULL
     };
     // inputs: the quantised row of each pair, in the order of route.pairs.
-    down_step(const routing & r, const matrix & w, std::vector<const void *> inputs, const output & out);
+    down_step(const routing & r, const matrix & w, std::vector<const void *> inputs, const output & out, int n_threads);
     void run(int thread, int n_threads) override;
 
 private:

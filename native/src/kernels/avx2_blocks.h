@@ -25,6 +25,10 @@ inline float half(uint16_t h) {
     return _cvtsh_ss(h);
 }
 
+inline __m128 half_pair(uint16_t a, uint16_t b) {
+    return _mm_cvtph_ps(_mm_cvtsi32_si128((int) ((uint32_t) b << 16 | a)));
+}
+
 inline float sum4(__m128 x) {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
@@ -34,8 +38,8 @@ inline float sum8(__m256 x) {
     return sum4(_mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
 
-// ---- products. `largest` is the largest weight of a type: those of up to 127 are unsigned, by an offset. Those of 8 bits are unsigned only for VNNI:
-// without it two of their products would not fit in 16 bits, so they are signed ----
+// ---- products. `largest` is the largest weight of a type, made unsigned by an offset. Only VNNI has that also for 8 bits: without it two of their
+// products would not fit in 16 bits, so they stay signed ----
 
 constexpr bool is_signed(int largest) { return largest > 127 && !has_vnni; }
 
@@ -118,13 +122,16 @@ inline float e8m0_half(uint8_t e) {
 
 template <typename B> struct blocks_with_half {
     using block = B;
-    static float scale(const B & x) { return half(x.d); }
-    static float min(const B &)     { return 0; }
+    static float  scale(const B & x)               { return half(x.d); }
+    static __m128 scales(const B & a, const B & b) { return half_pair(a.d, b.d); }
+    static float  min(const B &)                   { return 0; }
+    static __m128 mins(const B &, const B &)       { return _mm_setzero_ps(); }
     static constexpr bool has_min = false;
 };
 
 template <typename B> struct blocks_with_min : blocks_with_half<B> {
-    static float min(const B & x) { return half(x.m); }
+    static float  min(const B & x)               { return half(x.m); }
+    static __m128 mins(const B & a, const B & b) { return half_pair(a.m, b.m); }
     static constexpr bool has_min = true;
     static constexpr int  offset  = 0;
 };
@@ -161,8 +168,10 @@ struct iq4_nl : blocks_with_half<block_iq4_nl> {
 
 struct mxfp4 {
     using block = block_mxfp4;
-    static float scale(const block & x) { return e8m0_half(x.e); }
-    static float min(const block &)     { return 0; }
+    static float  scale(const block & x)                   { return e8m0_half(x.e); }
+    static __m128 scales(const block & a, const block & b) { return _mm_setr_ps(e8m0_half(a.e), e8m0_half(b.e), 0, 0); }
+    static float  min(const block &)                       { return 0; }
+    static __m128 mins(const block &, const block &)       { return _mm_setzero_ps(); }
     static constexpr bool has_min = false;
     static constexpr int  offset  = 12, largest = 24;
     static __m256i values(const block & x) {

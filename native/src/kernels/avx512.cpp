@@ -8,12 +8,12 @@ namespace edgemoe {
 
 namespace {
 
-// Decode reads every weight once, from memory; the hardware prefetcher alone leaves a fifth of the bandwidth unused.
-constexpr int prefetch_ahead = 1024;
-
+// Decode reads every weight once, from memory, and one core can have more lines on their way to its second-level cache than to its first: far ahead for
+// that one, nearer for the other. Measured over other distances, and over the hardware's prefetcher alone (which leaves a third of the bandwidth unused).
 template <size_t bytes> inline void prefetch(const void * block) {
     for (size_t i = 0; i < bytes; i += 64) {
-        _mm_prefetch((const char *) block + prefetch_ahead + i, _MM_HINT_T0);
+        _mm_prefetch((const char *) block + 4096 + i, _MM_HINT_T1);
+        _mm_prefetch((const char *) block + 512 + i, _MM_HINT_T0);
     }
 }
 
