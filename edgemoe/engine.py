@@ -240,8 +240,8 @@ class Llama(llama_cpp.Llama):
         return self._experts.source
 
     def expert_stats(self) -> dict[str, int]:
-        """Counters since the model was opened: n_events, n_pairs (routed pairs), n_accesses (A: distinct experts per event), n_computed_on_cpu (C),
-        bytes_accessed, compute_us. All 0 for a dense model."""
+        """Counters since the model was opened: n_events, n_pairs (routed pairs), n_accesses (A: distinct experts per event), n_computed_on_cpu (C), n_fused (events computed as
+        one fused step), bytes_accessed, compute_us. All 0 for a dense model."""
         return self._experts.stats()
 
     def _guard_context(self) -> None:

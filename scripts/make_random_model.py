@@ -25,16 +25,15 @@ N_DRAWN = 512  # different rows per length and type
 # What llama.cpp's quantiser does for the name: type of most matrices, of the output and embedding, and of what gets more bits.
 MIXES = {
     "Q4_K_M": ("Q4_K", "Q6_K", "Q6_K"),
-    "Q4_K": ("Q4_K", "Q4_K", "Q4_K"),
     "Q4_0": ("Q4_0", "Q6_K", "Q4_0"),
-    "Q8_0": ("Q8_0", "Q8_0", "Q8_0"),
     "MXFP4": ("Q8_0", "Q8_0", "MXFP4"),
 }
+SINGLE = ("Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q8_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "F16", "BF16", "F32")
 
 
 def type_of(mix: str, name: str, layer: int, n_layers: int) -> str:
     """MXFP4 files keep everything but the experts in Q8_0; Q4_K_M gives half of the down and value matrices more bits."""
-    usual, ends, more = MIXES[mix]
+    usual, ends, more = MIXES.get(mix, (mix, mix, mix))
     if name in ("token_embd", "output"):
         return ends
     if mix == "MXFP4":
@@ -98,7 +97,7 @@ def write_metadata(writer: gguf.GGUFWriter, n_layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=MIXES, default="Q4_K_M")
+    parser.add_argument("--type", choices=[*MIXES, *SINGLE], default="Q4_K_M", help="a mix as llama.cpp's quantiser makes it, or one type for all matrices")
     parser.add_argument("--layers", type=int, default=16)
     options = parser.parse_args()
 

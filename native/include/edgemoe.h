@@ -61,6 +61,7 @@ struct edgemoe_stats {
     uint64_t n_pairs;             // routed (token, expert) pairs
     uint64_t n_accesses;          // A: distinct experts, summed over the events
     uint64_t n_computed_on_cpu;   // C: of these, computed on the CPU where they lie
+    uint64_t n_fused;             // events computed as one fused step by edgemoe's kernels
     uint64_t bytes_accessed;      // A in bytes
     uint64_t compute_us;          // inside the expert products
 };

@@ -255,7 +255,7 @@ const char * edgemoe_model_fault(edgemoe_model * model) {
 
 void edgemoe_model_get_stats(const edgemoe_model * model, edgemoe_stats * stats) {
     const counters & c = model->m->held.count;
-    *stats = { c.n_events, c.n_pairs, c.n_accesses, c.n_computed_on_cpu, c.bytes_accessed, c.compute_us };
+    *stats = { c.n_events, c.n_pairs, c.n_accesses, c.n_computed_on_cpu, c.n_fused, c.bytes_accessed, c.compute_us };
 }
 
 void edgemoe_watch_interrupts(bool on) { watch_interrupts(on); }

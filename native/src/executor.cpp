@@ -128,6 +128,9 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
         for (const swap & s : swapped) {
             s.node->src[0] = weights_of(s.original).weight->tensor;
         }
+        if (plan) {
+            model->count.n_fused += plan->n_fused;
+        }
         status = plan && plan->has_steps ? compute_plan(*plan) : ggml_backend_graph_compute(cpu, graph);
         for (const swap & s : swapped) {
             s.node->src[0] = s.original;

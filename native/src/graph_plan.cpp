@@ -323,6 +323,7 @@ size_t planner::take_experts(size_t i) {
         inputs.push_back(h.row(p));
     }
     add_step(std::make_unique<down_step>(r, matrix_of(*down_weight), std::move(inputs), out, n_threads));
+    plan.n_fused++;
     return end + 1 - i;
 }
 

@@ -16,6 +16,7 @@ struct graph_plan {
     struct item { ggml_tensor * node; step * ours; };
     std::vector<item> items;
     bool              has_steps = false;
+    uint64_t          n_fused   = 0;       // whole experts
 
     // The ids of expert products must have been checked, and their data and the inputs of the split must be there: routings are sorted here.
     graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory, int n_threads);

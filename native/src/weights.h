@@ -17,7 +17,7 @@
 namespace edgemoe {
 
 struct counters {
-    std::atomic<uint64_t> n_events{0}, n_pairs{0}, n_accesses{0}, n_computed_on_cpu{0}, bytes_accessed{0}, compute_us{0};
+    std::atomic<uint64_t> n_events{0}, n_pairs{0}, n_accesses{0}, n_computed_on_cpu{0}, n_fused{0}, bytes_accessed{0}, compute_us{0};
 };
 
 // One tensor as ggml sees it: our own over the mapped bytes, a stacked one with the stride of the store.

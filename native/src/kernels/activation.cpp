@@ -77,26 +77,25 @@ static void quantize_256(const float * x, void * q, int64_t n) {
 }
 
 static void quantize_32(const float * x, void * q, int64_t n) {
-    act_2x32 * y = (act_2x32 *) q;
+    act_16x32 * y = (act_16x32 *) q;
     memset(q, 0, activation_bytes(rounding::q8_32, n));
     for (int64_t i = 0; i < n / 32; i++, x += 32) {
-        act_2x32 & pair = y[i/2];
-        const int64_t half = i % 2;
+        act_16x32 & to = y[i/16];
+        const int64_t b = i % 16;
         const magnitude m = max_abs(x, 32);
         const float d     = m.has_nan ? NAN : m.max / 127.0f;
         const float scale = m.max != 0 ? 127.0f / m.max : 0.0f;
-        const int sum = round_16(x, scale, pair.qs + 32*half) + round_16(x + 16, scale, pair.qs + 32*half + 16);
-        pair.d[half]    = ggml_fp16_to_fp32(ggml_fp32_to_fp16(d));
-        pair.sums[half] = sum;
-        pair.s[half]    = ggml_fp16_to_fp32(ggml_fp32_to_fp16(d * (float) sum));
-        pair.ds[half]   = pair.d[half] * (float) sum;
+        const int sum = round_16(x, scale, to.qs + 32*b) + round_16(x + 16, scale, to.qs + 32*b + 16);
+        to.d[b]  = ggml_fp16_to_fp32(ggml_fp32_to_fp16(d));
+        to.s[b]  = ggml_fp16_to_fp32(ggml_fp32_to_fp16(d * (float) sum));
+        to.ds[b] = to.d[b] * (float) sum;
     }
 }
 
 size_t activation_bytes(rounding how, int64_t n) {
     switch (how) {
         case rounding::q8_256: return (size_t) (n / 256) * sizeof(act_256);
-        case rounding::q8_32:  return (size_t) ((n + 63) / 64) * sizeof(act_2x32);
+        case rounding::q8_32:  return (size_t) ((n + 511) / 512) * sizeof(act_16x32);
         case rounding::none:   break;
     }
     return (size_t) n * sizeof(float);

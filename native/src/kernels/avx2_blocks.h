@@ -25,9 +25,16 @@ inline float half(uint16_t h) {
     return _cvtsh_ss(h);
 }
 
-inline __m128 half_pair(uint16_t a, uint16_t b) {
-    return _mm_cvtph_ps(_mm_cvtsi32_si128((int) ((uint32_t) b << 16 | a)));
+// Four 16-bit numbers as one: put together in the integer units, which have less to do than the vector ones.
+inline int64_t join_4(uint16_t a, uint16_t b, uint16_t c, uint16_t d) {
+    return (int64_t) ((uint64_t) d << 48 | (uint64_t) c << 32 | (uint32_t) b << 16 | a);
 }
+
+// 8 floats from a field of 8 blocks; `last` is the last block that may be read, whose value the ones behind it repeat.
+#define HALVES_OF_8(x, last, field) ({ \
+        const auto h = [&](int j) { return (x)[j < (last) ? j : (last)].field; }; \
+        _mm256_cvtph_ps(_mm_set_epi64x(join_4(h(4), h(5), h(6), h(7)), join_4(h(0), h(1), h(2), h(3)))); \
+    })
 
 inline float sum4(__m128 x) {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -123,15 +130,15 @@ inline float e8m0_half(uint8_t e) {
 template <typename B> struct blocks_with_half {
     using block = B;
     static float  scale(const B & x)               { return half(x.d); }
-    static __m128 scales(const B & a, const B & b) { return half_pair(a.d, b.d); }
+    static __m256 scales(const B * x, int last)    { return HALVES_OF_8(x, last, d); }
     static float  min(const B &)                   { return 0; }
-    static __m128 mins(const B &, const B &)       { return _mm_setzero_ps(); }
+    static __m256 mins(const B *, int)             { return _mm256_setzero_ps(); }
     static constexpr bool has_min = false;
 };
 
 template <typename B> struct blocks_with_min : blocks_with_half<B> {
     static float  min(const B & x)               { return half(x.m); }
-    static __m128 mins(const B & a, const B & b) { return half_pair(a.m, b.m); }
+    static __m256 mins(const B * x, int last)    { return HALVES_OF_8(x, last, m); }
     static constexpr bool has_min = true;
     static constexpr int  offset  = 0;
 };
@@ -169,9 +176,16 @@ struct iq4_nl : blocks_with_half<block_iq4_nl> {
 struct mxfp4 {
     using block = block_mxfp4;
     static float  scale(const block & x)                   { return e8m0_half(x.e); }
-    static __m128 scales(const block & a, const block & b) { return _mm_setr_ps(e8m0_half(a.e), e8m0_half(b.e), 0, 0); }
+    static __m256 scales(const block * x, int last) {
+        const auto e  = [&](int j) { return x[j < last ? j : last].e; };
+        const auto e2 = [&](int j) { return (uint16_t) (e(j) | e(j + 1) << 8); };
+        const __m256i wide   = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(join_4(e2(0), e2(2), e2(4), e2(6))));
+        const __m256i usual  = _mm256_slli_epi32(_mm256_sub_epi32(wide, _mm256_set1_epi32(1)), 23);
+        const __m256i lowest = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), wide);
+        return _mm256_castsi256_ps(_mm256_blendv_epi8(usual, lowest, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), wide)));
+    }
     static float  min(const block &)                       { return 0; }
-    static __m128 mins(const block &, const block &)       { return _mm_setzero_ps(); }
+    static __m256 mins(const block *, int)                 { return _mm256_setzero_ps(); }
     static constexpr bool has_min = false;
     static constexpr int  offset  = 12, largest = 24;
     static __m256i values(const block & x) {

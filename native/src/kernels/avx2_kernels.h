@@ -17,27 +17,40 @@ template <size_t bytes> inline void prefetch(const void * block) {
     }
 }
 
+// Up to 8 blocks, with the activations of blocks `at` to at + 7 of y. `last` is a constant for all but the end of a row.
+template <typename T> inline void add_8_blocks(const typename T::block * x, int last, const act_16x32 & y, int at, __m256 * acc, __m256 & acc_offset) {
+    const __m256 scale = T::scales(x, last);
+    const __m256 d     = _mm256_mul_ps(scale, _mm256_loadu_ps(y.d + at));   // zero behind the last block
+    if constexpr (T::has_min) {
+        acc_offset = _mm256_fmadd_ps(T::mins(x, last), _mm256_loadu_ps(y.s + at), acc_offset);
+    } else if constexpr (T::offset != 0) {
+        acc_offset = _mm256_fmadd_ps(scale, _mm256_loadu_ps(y.ds + at), acc_offset);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        if (j <= last) {
+            if (j % 2 == 0) {
+                prefetch<64>(x + j);
+            }
+            const __m256i dot = add_fours<T::largest>(_mm256_setzero_si256(), T::values(x[j]), load256(y.qs + 32*(at + j)));
+            acc[j%2] = _mm256_fmadd_ps(_mm256_permutevar8x32_ps(d, _mm256_set1_epi32(j)), _mm256_cvtepi32_ps(dot), acc[j%2]);
+        }
+    }
+}
+
 template <typename T> float row_of_32(const void * w, const void * q, int64_t n) {
     const typename T::block * x = (const typename T::block *) w;
-    const act_2x32 * y = (const act_2x32 *) q;
+    const act_16x32 * y = (const act_16x32 *) q;
     __m256 acc[2] = { _mm256_setzero_ps(), _mm256_setzero_ps() };
-    __m128 acc_min = _mm_setzero_ps();
-    const int64_t last = n / 32 - 1;
-    for (int64_t i = 0; i <= last; i += 2, y++) {
-        // A last odd block is its own partner, times an activation of zero: nothing behind the row is read.
-        const typename T::block & a = x[i];
-        const typename T::block & b = x[i < last ? i + 1 : i];
-        prefetch<64>(&a);
-        const __m128i bias = _mm_mullo_epi32(_mm_loadl_epi64((const __m128i *) y->sums), _mm_set1_epi32(-T::offset));
-        const __m128i bias_a = _mm_blend_epi32(_mm_setzero_si128(), bias, 1), bias_b = _mm_blend_epi32(_mm_setzero_si128(), bias, 2);
-        const __m256i dot_a = add_fours<T::largest>(_mm256_zextsi128_si256(bias_a), T::values(a), load256(y->qs));
-        const __m256i dot_b = add_fours<T::largest>(_mm256_zextsi128_si256(bias_b), T::values(b), load256(y->qs + 32));
-        const __m128 d = _mm_mul_ps(T::scales(a, b), _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) y->d)));
-        acc[0] = _mm256_fmadd_ps(_mm256_broadcastss_ps(d), _mm256_cvtepi32_ps(dot_a), acc[0]);
-        acc[1] = _mm256_fmadd_ps(_mm256_broadcastss_ps(_mm_movehdup_ps(d)), _mm256_cvtepi32_ps(dot_b), acc[1]);
-        acc_min = _mm_fmadd_ps(T::mins(a, b), _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) y->s)), acc_min);
+    __m256 acc_offset = _mm256_setzero_ps();
+    int64_t i = 0;
+    for (; i + 8 <= n / 32; i += 8) {
+        add_8_blocks<T>(x + i, 7, y[i/16], (int) (i % 16), acc, acc_offset);
     }
-    return sum8(_mm256_add_ps(acc[0], acc[1])) + sum4(acc_min);
+    if (i < n / 32) {
+        add_8_blocks<T>(x + i, (int) (n / 32 - i) - 1, y[i/16], (int) (i % 16), acc, acc_offset);
+    }
+    return sum8(_mm256_fmadd_ps(acc_offset, _mm256_set1_ps(T::has_min ? 1.0f : -T::offset), _mm256_add_ps(acc[0], acc[1])));
 }
 
 // ---- K-quants: products of bytes, then of 16-bit sums with the scales; both are exact ----

@@ -259,16 +259,16 @@ template <typename T> struct tile_32 {
 #pragma GCC unroll 6
             for (int s = 0; s < n_sums; s++) {
                 sum[s]  = _mm256_setzero_si256();
-                qs[s/2] = ((const act_2x32 *) q[s/2])[i/2].qs + 32*(i%2);
+                qs[s/2] = ((const act_16x32 *) q[s/2])[i/16].qs + 32*(i%16);
             }
             add_products<T, n_tokens, 32>(sum, x->values, qs, ones);
 #pragma GCC unroll 6
             for (int s = 0; s < n_sums; s++) {
-                const act_2x32 & a = ((const act_2x32 *) q[s/2])[i/2];
-                const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(x->scales + 8*(s%2)), _mm256_set1_ps(a.d[i%2]));
+                const act_16x32 & a = ((const act_16x32 *) q[s/2])[i/16];
+                const __m256 scale = _mm256_mul_ps(_mm256_loadu_ps(x->scales + 8*(s%2)), _mm256_set1_ps(a.d[i%16]));
                 acc[s] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[s]), scale, acc[s]);
                 if (T::has_min || T::offset != 0) {
-                    acc[s] = _mm256_fmadd_ps(_mm256_loadu_ps(x->mins + 8*(s%2)), _mm256_set1_ps((T::has_min ? a.s : a.ds)[i%2]), acc[s]);
+                    acc[s] = _mm256_fmadd_ps(_mm256_loadu_ps(x->mins + 8*(s%2)), _mm256_set1_ps((T::has_min ? a.s : a.ds)[i%16]), acc[s]);
                 }
             }
         }

@@ -17,26 +17,41 @@ template <size_t bytes> inline void prefetch(const void * block) {
     }
 }
 
+// Up to 16 blocks that share one activation block. `last` is a constant for all but the end of a row.
+template <typename T> inline void add_16_blocks(const typename T::block * x, int last, const act_16x32 & y, __m512 & acc, __m512 & acc_offset) {
+    const __m512 scale = T::scales(x, last);
+    const __m512 d     = _mm512_mul_ps(scale, _mm512_loadu_ps(y.d));   // zero behind the last block
+    if constexpr (T::has_min) {
+        acc_offset = _mm512_fmadd_ps(T::mins(x, last), _mm512_loadu_ps(y.s), acc_offset);
+    } else {
+        acc_offset = _mm512_fmadd_ps(scale, _mm512_loadu_ps(y.ds), acc_offset);
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < 16; p += 2) {
+        if (p <= last) {
+            // A last odd block is its own partner, times an activation of zero: nothing behind the row is read.
+            const typename T::block & a = x[p];
+            const typename T::block & b = x[p < last ? p + 1 : p];
+            prefetch<64>(&a);
+            const __m512i dot    = _mm512_dpbusd_epi32(_mm512_setzero_si512(), T::values(a, b), load512(y.qs + 32*p));
+            const __m512i halves = _mm512_setr_epi32(p, p, p, p, p, p, p, p, p + 1, p + 1, p + 1, p + 1, p + 1, p + 1, p + 1, p + 1);
+            acc = _mm512_fmadd_ps(_mm512_permutexvar_ps(halves, d), _mm512_cvtepi32_ps(dot), acc);
+        }
+    }
+}
+
 template <typename T> float row_of_32(const void * w, const void * q, int64_t n) {
     const typename T::block * x = (const typename T::block *) w;
-    const act_2x32 * y = (const act_2x32 *) q;
-    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    __m512 acc = _mm512_setzero_ps();
-    __m128 acc_min = _mm_setzero_ps();
-    const int64_t last = n / 32 - 1;
-    for (int64_t i = 0; i <= last; i += 2, y++) {
-        // A last odd block is its own partner, times an activation of zero: nothing behind the row is read.
-        const typename T::block & a = x[i];
-        const typename T::block & b = x[i < last ? i + 1 : i];
-        prefetch<64>(&a);
-        const __m128i bias2 = _mm_mullo_epi32(_mm_loadl_epi64((const __m128i *) y->sums), _mm_set1_epi32(-T::offset));
-        const __m512i bias = _mm512_maskz_permutexvar_epi32(0x0101, halves, _mm512_castsi128_si512(bias2));
-        const __m512i dot  = _mm512_dpbusd_epi32(bias, T::values(a, b), load512(y->qs));
-        const __m128 d = _mm_mul_ps(T::scales(a, b), _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) y->d)));
-        acc = _mm512_fmadd_ps(_mm512_permutexvar_ps(halves, _mm512_castps128_ps512(d)), _mm512_cvtepi32_ps(dot), acc);
-        acc_min = _mm_fmadd_ps(T::mins(a, b), _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *) y->s)), acc_min);
+    const act_16x32 * y = (const act_16x32 *) q;
+    __m512 acc = _mm512_setzero_ps(), acc_offset = _mm512_setzero_ps();
+    int64_t left = n / 32;
+    for (; left >= 16; left -= 16, x += 16, y++) {
+        add_16_blocks<T>(x, 15, *y, acc, acc_offset);
     }
-    return _mm512_reduce_add_ps(acc) + sum4(acc_min);
+    if (left > 0) {
+        add_16_blocks<T>(x, (int) left - 1, *y, acc, acc_offset);
+    }
+    return _mm512_reduce_add_ps(_mm512_fmadd_ps(acc_offset, _mm512_set1_ps(T::has_min ? 1.0f : -T::offset), acc));
 }
 
 // ---- K-quants: products of bytes, then of 16-bit sums with the scales; both are exact ----

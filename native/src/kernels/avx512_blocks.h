@@ -53,33 +53,36 @@ inline __m512i with_fifth_bit(__m512i low, const uint8_t * a, const uint8_t * b)
     return _mm512_mask_add_epi8(low, mask, low, _mm512_set1_epi8(16));
 }
 
-inline __m128 half_pair(uint16_t a, uint16_t b) {
-    return _mm_cvtph_ps(_mm_cvtsi32_si128((int) ((uint32_t) b << 16 | a)));
-}
-
 // kvalues_iq4nl + 128
 inline __m512i iq4_values(__m512i index) {
     const __m128i table = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), index);
 }
 
-// Half of 2^(e - 127), since the table of values is doubled.
-inline float e8m0_half(uint8_t e) {
-    const uint32_t bits = e < 2 ? 0x00200000u << e : (uint32_t) (e - 1) << 23;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
+// Four 16-bit numbers as one: put together in the integer units, which have less to do than the vector ones.
+inline int64_t join_4(uint16_t a, uint16_t b, uint16_t c, uint16_t d) {
+    return (int64_t) ((uint64_t) d << 48 | (uint64_t) c << 32 | (uint32_t) b << 16 | a);
 }
+
+// 16 floats from a field of 16 blocks; `last` is the last block that may be read, whose value the ones behind it repeat.
+#define HALVES_OF_16(x, last, field) ({ \
+        const auto h = [&](int j) { return (x)[j < (last) ? j : (last)].field; }; \
+        _mm512_cvtph_ps(_mm256_setr_epi64x(join_4(h(0), h(1), h(2), h(3)), join_4(h(4), h(5), h(6), h(7)), \
+            join_4(h(8), h(9), h(10), h(11)), join_4(h(12), h(13), h(14), h(15)))); \
+    })
 
 template <typename B> struct blocks_with_half {
     using block = B;
-    static __m128 scales(const B & a, const B & b) { return half_pair(a.d, b.d); }
-    static __m128 mins(const B &, const B &)       { return _mm_setzero_ps(); }
+    static float  scale(const B & x)             { return half(x.d); }
+    static __m512 scales(const B * x, int last)  { return HALVES_OF_16(x, last, d); }
+    static float  min(const B &)                 { return 0; }
+    static __m512 mins(const B *, int)           { return _mm512_setzero_ps(); }
     static constexpr bool has_min = false;
 };
 
 template <typename B> struct blocks_with_min : blocks_with_half<B> {
-    static __m128 mins(const B & a, const B & b) { return half_pair(a.m, b.m); }
+    static float  min(const B & x)               { return half(x.m); }
+    static __m512 mins(const B * x, int last)    { return HALVES_OF_16(x, last, m); }
     static constexpr bool has_min = true;
     static constexpr int  offset  = 0;
 };
@@ -116,10 +119,21 @@ struct iq4_nl : blocks_with_half<block_iq4_nl> {
 
 struct mxfp4 {
     using block = block_mxfp4;
-    static __m128 scales(const block & a, const block & b) { return _mm_setr_ps(e8m0_half(a.e), e8m0_half(b.e), 0, 0); }
-    static __m128 mins(const block &, const block &)       { return _mm_setzero_ps(); }
     static constexpr bool has_min = false;
     static constexpr int  offset  = 12;
+    // Half of 2^(e - 127), since the table of values is doubled.
+    static __m512 powers(__m512i e) {
+        const __m512i usual = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+        return _mm512_castsi512_ps(_mm512_mask_sllv_epi32(usual, _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2)), _mm512_set1_epi32(0x00200000), e));
+    }
+    static float  scale(const block & x) { return _mm512_cvtss_f32(powers(_mm512_set1_epi32(x.e))); }
+    static float  min(const block &)     { return 0; }
+    static __m512 mins(const block *, int) { return _mm512_setzero_ps(); }
+    static __m512 scales(const block * x, int last) {
+        const auto e  = [&](int j) { return x[j < last ? j : last].e; };
+        const auto e2 = [&](int j) { return (uint16_t) (e(j) | e(j + 1) << 8); };
+        return powers(_mm512_cvtepu8_epi32(_mm_set_epi64x(join_4(e2(8), e2(10), e2(12), e2(14)), join_4(e2(0), e2(2), e2(4), e2(6)))));
+    }
     static __m512i values(const block & a, const block & b) {
         const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);   // kvalues_fp4 + 12
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles(a.qs, b.qs));

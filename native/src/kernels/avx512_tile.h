@@ -17,34 +17,29 @@ inline __m512i broadcast_4_bytes(const void * p) {
     return _mm512_set1_epi32(v);
 }
 
-// 16 rows of 64 bytes, `stride` apart, to 16 registers of 4 bytes per row.
+// 16 rows of 64 bytes, `stride` apart, to 16 registers of 4 bytes per row. Rows are loaded in quarters, which leaves half of the shuffles to the load ports.
 inline void interleave(const uint8_t * rows, size_t stride, uint8_t * out) {
-    __m512i a[16], b[16];
-#pragma GCC unroll 16
-    for (int r = 0; r < 16; r++) {
-        a[r] = load512(rows + (size_t) r * stride);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < 16; r += 2) {
-        b[r]     = _mm512_unpacklo_epi32(a[r], a[r + 1]);
-        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < 16; r += 4) {
-        a[r]     = _mm512_unpacklo_epi64(b[r], b[r + 2]);
-        a[r + 1] = _mm512_unpackhi_epi64(b[r], b[r + 2]);
-        a[r + 2] = _mm512_unpacklo_epi64(b[r + 1], b[r + 3]);
-        a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
-    }
-    // a[4i + c] holds column c, c + 4, c + 8, c + 12 of rows 4i to 4i + 3, a column per 128 bits.
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-        const __m512i low01  = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x44),      high01 = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xEE);
-        const __m512i low23  = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x44), high23 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xEE);
-        _mm512_store_si512(out + 64*c,        _mm512_shuffle_i32x4(low01, low23, 0x88));
-        _mm512_store_si512(out + 64*(c + 4),  _mm512_shuffle_i32x4(low01, low23, 0xDD));
-        _mm512_store_si512(out + 64*(c + 8),  _mm512_shuffle_i32x4(high01, high23, 0x88));
-        _mm512_store_si512(out + 64*(c + 12), _mm512_shuffle_i32x4(high01, high23, 0xDD));
+        __m512i a[4], b[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            const uint8_t * at = rows + (size_t) r * stride + 16*c;
+            // The masks keep the compiler from loading each quarter by itself and shuffling it into place.
+            a[r] = _mm512_castsi128_si512(load128(at));
+            a[r] = _mm512_mask_broadcast_i32x4(a[r], 0x00F0, load128(at + 4*stride));
+            a[r] = _mm512_mask_broadcast_i32x4(a[r], 0x0F00, load128(at + 8*stride));
+            a[r] = _mm512_mask_broadcast_i32x4(a[r], 0xF000, load128(at + 12*stride));
+        }
+        // 128 bits of a[r]: columns 4c to 4c + 3 of one of the rows r, r + 4, r + 8, r + 12.
+        b[0] = _mm512_unpacklo_epi32(a[0], a[1]);
+        b[1] = _mm512_unpackhi_epi32(a[0], a[1]);
+        b[2] = _mm512_unpacklo_epi32(a[2], a[3]);
+        b[3] = _mm512_unpackhi_epi32(a[2], a[3]);
+        _mm512_store_si512(out + 64*(4*c),     _mm512_unpacklo_epi64(b[0], b[2]));
+        _mm512_store_si512(out + 64*(4*c + 1), _mm512_unpackhi_epi64(b[0], b[2]));
+        _mm512_store_si512(out + 64*(4*c + 2), _mm512_unpacklo_epi64(b[1], b[3]));
+        _mm512_store_si512(out + 64*(4*c + 3), _mm512_unpackhi_epi64(b[1], b[3]));
     }
 }
 
@@ -100,6 +95,9 @@ template <typename T> struct tile_256 {
 
     static void unpack(const void * w, size_t row_bytes, int64_t n, int n_rows, void * tile) {
         alignas(64) uint8_t values[tile_rows][256];
+        alignas(64) int16_t scales[tile_rows][2][16];   // scales and mins of a row, to be interleaved as pairs
+        alignas(64) int16_t pairs[16][tile_rows][2];
+        alignas(64) float   d[tile_rows];
         block * out = (block *) tile;
         for (int64_t i = 0; i < n / 256; i++, out++) {
             for (int r = 0; r < tile_rows; r++) {
@@ -111,18 +109,22 @@ template <typename T> struct tile_256 {
                 for (int k = 0; k < 4; k++) {
                     _mm512_store_si512(values[r] + 64*k, v[k]);
                 }
-                int16_t scales[n_groups], mins[n_groups];
-                scales_of(x, scales, mins);
-                const float d = T::d(x);
-#pragma GCC unroll 16
-                for (int g = 0; g < n_groups; g++) {
-                    out->scales[g][r] = d * (float) scales[g];
-                    out->mins[g/2][r][g%2] = mins[g];
-                }
+                scales_of(x, scales[r][0], scales[r][1]);
+                d[r] = T::d(x);
                 out->dmin[r] = T::dmin(x);
             }
+#pragma GCC unroll 4
             for (int k = 0; k < 4; k++) {
                 interleave(values[0] + 64*k, 256, out->values + 64*tile_rows*k);
+            }
+            interleave((const uint8_t *) scales, 64, (uint8_t *) pairs);
+            const __m512 d16 = _mm512_load_ps(d);
+#pragma GCC unroll 8
+            for (int g = 0; g < n_groups / 2; g++) {
+                const __m512i pair = load512(pairs[g]);
+                _mm512_storeu_ps(out->scales[2*g],     _mm512_mul_ps(d16, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(pair, 16), 16))));
+                _mm512_storeu_ps(out->scales[2*g + 1], _mm512_mul_ps(d16, _mm512_cvtepi32_ps(_mm512_srai_epi32(pair, 16))));
+                _mm512_storeu_si512(out->mins[g], load512(pairs[8 + g]));
             }
         }
     }
@@ -209,9 +211,7 @@ template <typename T> struct tile_32 {
                 const typename T::block & a = x[i];
                 const typename T::block & b = x[i < last ? i + 1 : i];
                 _mm512_store_si512(values[r], T::values(a, b));
-                float scale[4], min[4];
-                _mm_storeu_ps(scale, T::scales(a, b));
-                _mm_storeu_ps(min, T::mins(a, b));
+                const float scale[] = { T::scale(a), T::scale(b) }, min[] = { T::min(a), T::min(b) };
                 for (int h = 0; h < 2; h++) {
                     out->scales[h][r] = scale[h];
                     out->mins[h][r]   = T::has_min ? min[h] : -T::offset * scale[h];
@@ -235,15 +235,15 @@ template <typename T> struct tile_32 {
 #pragma GCC unroll 8
                 for (int t = 0; t < n_tokens; t++) {
                     sum[t] = _mm512_setzero_si512();
-                    qs[t]  = ((const act_2x32 *) q[t])[i].qs + 32*h;
+                    qs[t]  = ((const act_16x32 *) q[t])[i/8].qs + 64*(i%8) + 32*h;
                 }
                 add_products<n_tokens, 32>(sum, x->values + 32*tile_rows*h, qs);
                 const __m512 scale = _mm512_loadu_ps(x->scales[h]), min = _mm512_loadu_ps(x->mins[h]);
 #pragma GCC unroll 8
                 for (int t = 0; t < n_tokens; t++) {
-                    const act_2x32 & a = ((const act_2x32 *) q[t])[i];
-                    acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[t]), _mm512_mul_ps(scale, _mm512_set1_ps(a.d[h])), acc[t]);
-                    acc[t] = _mm512_fmadd_ps(min, _mm512_set1_ps((T::has_min ? a.s : a.ds)[h]), acc[t]);
+                    const act_16x32 & a = ((const act_16x32 *) q[t])[i/8];
+                    acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[t]), _mm512_mul_ps(scale, _mm512_set1_ps(a.d[2*(i%8) + h])), acc[t]);
+                    acc[t] = _mm512_fmadd_ps(min, _mm512_set1_ps((T::has_min ? a.s : a.ds)[2*(i%8) + h]), acc[t]);
                 }
             }
         }

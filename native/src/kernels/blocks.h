@@ -30,13 +30,12 @@ struct act_256 {
     int32_t unused[3];    // blocks start on 64 bytes when the row does
 };
 
-// Two blocks of 32 activations, rounded as ggml's Q8_0 and Q8_1. The second of a last odd block is all zero.
-struct act_2x32 {
-    int8_t  qs[64];
-    float   d[2];         // rounded to f16
-    int32_t sums[2];      // of the qs: what unsigned weights (value + offset) count too much is offset times this
-    float   s[2];         // d * sum, rounded to f16 (Q8_1)
-    float   ds[2];        // d * sum, not rounded
+// 16 blocks of 32 activations, rounded as ggml's Q8_0 and Q8_1; what a row has not is zero.
+struct act_16x32 {
+    int8_t  qs[512];
+    float   d[16];        // rounded to f16
+    float   s[16];        // d * sum of the qs, rounded to f16 (Q8_1)
+    float   ds[16];       // not rounded: what unsigned weights (value + offset) count too much is offset times this
 };
 
 // Rows are only 2-byte aligned (1-byte for MXFP4), hence no member wider than 16 bits.
@@ -56,6 +55,6 @@ struct block_iq4_xs { uint16_t d, scales_h; uint8_t scales_l[4], qs[128]; };
 static_assert(sizeof(block_q5_1) == 24 && sizeof(block_mxfp4) == 17 && sizeof(block_q8_0) == 34, "blocks have no padding");
 static_assert(sizeof(block_q3_k) == 110 && sizeof(block_q4_k) == 144 && sizeof(block_q5_k) == 176, "blocks have no padding");
 static_assert(sizeof(block_q6_k) == 210 && sizeof(block_iq4_xs) == 136, "blocks have no padding");
-static_assert(sizeof(act_256) == 320 && sizeof(act_2x32) == 96, "activations keep their alignment");
+static_assert(sizeof(act_256) == 320 && sizeof(act_16x32) == 704, "activations keep their alignment");
 
 } // namespace edgemoe
