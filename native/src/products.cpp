@@ -62,6 +62,15 @@ struct thread_buffer {
 
 static thread_local thread_buffer tile_buffer, value_buffer;
 
+// Rows that will be read after the present ones. A row kernel prefetches for itself, but for the start of a run; unpacking a tile does not.
+static void prefetch(const char * rows, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(rows + i, 0, 2);
+    }
+}
+
+static constexpr size_t START_OF_RUN = 2048;
+
 // y[t][0 .. n_rows) = rows [row, row + n_rows) of expert e times q[t]
 static void multiply_rows(const matrix & w, int64_t expert, int64_t row, int64_t n_rows, const void * const * q, int64_t n_tokens, float * const * y) {
     thread_local std::vector<float *> at;
@@ -76,6 +85,9 @@ static void multiply_rows(const matrix & w, int64_t expert, int64_t row, int64_t
                 p += r;
             }
             w.k->unpack(rows, w.row_bytes, w.n_in, n, tile);
+            if (r + tile_rows < n_rows) {
+                prefetch(rows + tile_rows * w.row_bytes, std::min<int64_t>(tile_rows, n_rows - r - tile_rows) * w.row_bytes);
+            }
             w.k->multiply(tile, w.n_in, n, q, n_tokens, at.data());
         } else {
             for (int64_t t = 0; t < n_tokens; t++) {
@@ -91,13 +103,6 @@ static int64_t rows_for_piece(int64_t n_rows, int64_t n_pieces_beside, int n_thr
     const int64_t n_pieces = std::max<int64_t>(1, (PIECES_PER_THREAD * n_threads + n_pieces_beside - 1) / n_pieces_beside);
     const int64_t rows     = (n_rows + n_pieces - 1) / n_pieces;
     return std::min(std::max<int64_t>(1, rows / tile_rows), most / tile_rows) * tile_rows;
-}
-
-// Rows that will be read after the present ones: the start of a run is what the kernels' own prefetching misses.
-static void prefetch_start(const char * rows) {
-    for (size_t i = 0; i < 2048; i += 64) {
-        __builtin_prefetch(rows + i, 0, 2);
-    }
 }
 
 quantized_rows::quantized_rows(workspace & memory, rounding how, int64_t n, std::vector<const float *> rows) : how(how), n(n), from(std::move(rows)) {
@@ -182,7 +187,7 @@ void hidden_step::compute_piece(const routing::group & g, int64_t row, int n_row
             y[(size_t) i] = buffer + s * plane + (size_t) (i * rows_per_piece);
         }
         if (s + 1 < streams.size()) {
-            prefetch_start(streams[s + 1].w.row(g.expert, streams[s + 1].offset + row));
+            prefetch(streams[s + 1].w.row(g.expert, streams[s + 1].offset + row), START_OF_RUN);
         }
         multiply_rows(streams[s].w, g.expert, streams[s].offset + row, n_rows, &qs[(size_t) g.first], g.n, y.data());
     }
@@ -224,7 +229,7 @@ void down_step::compute_piece(int64_t row, int n_rows) {
     for (size_t i_group = 0; i_group < route.groups.size(); i_group++) {
         const routing::group & g = route.groups[i_group];
         if (i_group + 1 < route.groups.size()) {
-            prefetch_start(w.row(route.groups[i_group + 1].expert, row));
+            prefetch(w.row(route.groups[i_group + 1].expert, row), START_OF_RUN);
         }
         float * buffer = (float *) value_buffer.get((size_t) g.n * (size_t) rows_per_piece * sizeof(float));
         y.resize((size_t) g.n);
