@@ -218,15 +218,17 @@ class Llama(llama_cpp.Llama):
     exact: compute with ggml's own kernels only; the output is then bit-identical to plain llama.cpp's. By default edgemoe's kernels compute the experts,
         and the dense weights where those stay on the CPU: faster, and different only in the order in which products are added up.
     isa: the instruction set of edgemoe's kernels ("avx512", "avxvnni", "avx2"); by default the best that this CPU has.
-    use_extra_bufts: let llama.cpp repack the dense weights at load. Off by default: a repacked copy is private memory and takes seconds to make.
+    use_extra_bufts: let llama.cpp repack the dense weights at load, into private memory. By default only where edgemoe has no kernels for the CPU.
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
     """
 
-    def __init__(self, model_path: str | os.PathLike, *args, exact: bool = False, isa: str | None = None, use_extra_bufts: bool = False, **kwargs):
+    def __init__(self, model_path: str | os.PathLike, *args, exact: bool = False, isa: str | None = None, use_extra_bufts: bool | None = None, **kwargs):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
         kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
         path = os.fspath(model_path)
+        if use_extra_bufts is None:
+            use_extra_bufts = not exact and _native.best_isa() == "none"
         self._experts = _Experts(path, use_extra_bufts, "none" if exact else isa)
         with _announced(self._experts) as reasons, _explained(path, reasons):
             super().__init__(path, *args, **kwargs)

@@ -30,11 +30,12 @@ inline int64_t join_4(uint16_t a, uint16_t b, uint16_t c, uint16_t d) {
     return (int64_t) ((uint64_t) d << 48 | (uint64_t) c << 32 | (uint32_t) b << 16 | a);
 }
 
-// 8 floats from a field of 8 blocks; `last` is the last block that may be read, whose value the ones behind it repeat.
-#define HALVES_OF_8(x, last, field) ({ \
-        const auto h = [&](int j) { return (x)[j < (last) ? j : (last)].field; }; \
-        _mm256_cvtph_ps(_mm_set_epi64x(join_4(h(4), h(5), h(6), h(7)), join_4(h(0), h(1), h(2), h(3)))); \
-    })
+// 8 floats, from a 16-bit field of 8 blocks; `last` is the last block that may be read, whose value the ones behind it repeat.
+template <typename F> __m256 halves_of_8(int last, F field) {
+    const auto h = [&](int j) { return field(j < last ? j : last); };
+    const auto four = [&](int j) { return join_4(h(j), h(j + 1), h(j + 2), h(j + 3)); };
+    return _mm256_cvtph_ps(_mm_set_epi64x(four(4), four(0)));
+}
 
 inline float sum4(__m128 x) {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
@@ -130,7 +131,7 @@ inline float e8m0_half(uint8_t e) {
 template <typename B> struct blocks_with_half {
     using block = B;
     static float  scale(const B & x)               { return half(x.d); }
-    static __m256 scales(const B * x, int last)    { return HALVES_OF_8(x, last, d); }
+    static __m256 scales(const B * x, int last)    { return halves_of_8(last, [x](int j) { return x[j].d; }); }
     static float  min(const B &)                   { return 0; }
     static __m256 mins(const B *, int)             { return _mm256_setzero_ps(); }
     static constexpr bool has_min = false;
@@ -138,7 +139,7 @@ template <typename B> struct blocks_with_half {
 
 template <typename B> struct blocks_with_min : blocks_with_half<B> {
     static float  min(const B & x)               { return half(x.m); }
-    static __m256 mins(const B * x, int last)    { return HALVES_OF_8(x, last, m); }
+    static __m256 mins(const B * x, int last)    { return halves_of_8(last, [x](int j) { return x[j].m; }); }
     static constexpr bool has_min = true;
     static constexpr int  offset  = 0;
 };

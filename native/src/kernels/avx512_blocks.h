@@ -64,17 +64,17 @@ inline int64_t join_4(uint16_t a, uint16_t b, uint16_t c, uint16_t d) {
     return (int64_t) ((uint64_t) d << 48 | (uint64_t) c << 32 | (uint32_t) b << 16 | a);
 }
 
-// 16 floats from a field of 16 blocks; `last` is the last block that may be read, whose value the ones behind it repeat.
-#define HALVES_OF_16(x, last, field) ({ \
-        const auto h = [&](int j) { return (x)[j < (last) ? j : (last)].field; }; \
-        _mm512_cvtph_ps(_mm256_setr_epi64x(join_4(h(0), h(1), h(2), h(3)), join_4(h(4), h(5), h(6), h(7)), \
-            join_4(h(8), h(9), h(10), h(11)), join_4(h(12), h(13), h(14), h(15)))); \
-    })
+// 16 floats, from a 16-bit field of 16 blocks; `last` is the last block that may be read, whose value the ones behind it repeat.
+template <typename F> __m512 halves_of_16(int last, F field) {
+    const auto h = [&](int j) { return field(j < last ? j : last); };
+    const auto four = [&](int j) { return join_4(h(j), h(j + 1), h(j + 2), h(j + 3)); };
+    return _mm512_cvtph_ps(_mm256_setr_epi64x(four(0), four(4), four(8), four(12)));
+}
 
 template <typename B> struct blocks_with_half {
     using block = B;
     static float  scale(const B & x)             { return half(x.d); }
-    static __m512 scales(const B * x, int last)  { return HALVES_OF_16(x, last, d); }
+    static __m512 scales(const B * x, int last)  { return halves_of_16(last, [x](int j) { return x[j].d; }); }
     static float  min(const B &)                 { return 0; }
     static __m512 mins(const B *, int)           { return _mm512_setzero_ps(); }
     static constexpr bool has_min = false;
@@ -82,7 +82,7 @@ template <typename B> struct blocks_with_half {
 
 template <typename B> struct blocks_with_min : blocks_with_half<B> {
     static float  min(const B & x)               { return half(x.m); }
-    static __m512 mins(const B * x, int last)    { return HALVES_OF_16(x, last, m); }
+    static __m512 mins(const B * x, int last)    { return halves_of_16(last, [x](int j) { return x[j].m; }); }
     static constexpr bool has_min = true;
     static constexpr int  offset  = 0;
 };
