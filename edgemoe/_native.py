@@ -42,6 +42,11 @@ def load():
     return ffi, lib
 
 
+def best_isa() -> str:
+    """The instruction set that edgemoe's kernels use on this CPU; "none" when there are no kernels for it."""
+    return text(load()[1].edgemoe_best_isa())
+
+
 def last_error() -> str:
     ffi, lib = load()
     return ffi.string(lib.edgemoe_last_error()).decode(errors="replace")

@@ -36,6 +36,7 @@ def open_session(options) -> Session:
     gpu_layers = options.gpu_layers if options.gpu_layers is not None else (-1 if devices.has_gpu() else 0)
     llm = Llama(
         options.path,
+        exact=options.exact,
         n_ctx=options.ctx,
         n_threads=options.threads,
         n_gpu_layers=gpu_layers,

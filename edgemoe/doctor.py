@@ -75,6 +75,7 @@ def run_checks():
         *check_devices(probe),
         check_openmp(probe),
         check_native(probe),
+        check_kernels(probe),
         check_threads(),
         check_memory(),
         check_swap(),
@@ -162,6 +163,17 @@ def check_native(probe):
         how = probe.died_of or f"no answer within {PROBE_SECONDS} s"
         return Check("native library", FAIL, f"loading it ended with {how}", FIX_NATIVE)
     return not_tried("native library", "native", probe)
+
+
+def check_kernels(probe):
+    """Which of edgemoe's own kernels this CPU gets."""
+    if "native" not in probe.results:
+        return Check("kernels", WARN, "not known: the native library does not load", "mend the failure above first")
+    isa = probe.results["native"]
+    if isa == "none":
+        text = "none for this CPU (they need AVX2, FMA and F16C): llama.cpp's own compute everything"
+        return Check("kernels", WARN, text, "in a virtual machine, give it the host's CPU (-cpu host); otherwise nothing is to be done")
+    return Check("kernels", OK, isa)
 
 
 def not_tried(name, step, probe):

@@ -37,10 +37,10 @@ def _tell(event, step, value):
 
 
 def load_native():
+    """The instruction set of its kernels, which it chooses without running any."""
     from edgemoe import _native
 
-    _native.load()
-    return True
+    return _native.best_isa()
 
 
 class Ggml:

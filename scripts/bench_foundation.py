@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Load time, prompt and decode speed of llama.cpp (weights mapped, not repacked) against edgemoe on a GGUF and on its package; and edgemoe-convert against cp.
+"""Load time, prompt and decode speed of llama.cpp (weights mapped, not repacked) against edgemoe on a GGUF and on its package, both with ggml's own kernels
+(exact=True); and edgemoe-convert against cp.
 
     .venv/bin/python scripts/bench_foundation.py models/demo.gguf [--rounds 10] [--threads 2] [--json OUT.json]
 
@@ -28,7 +29,7 @@ def open_variant(variant: str, path: Path, threads: int):
     from edgemoe import engine
 
     options = dict(n_ctx=2 * N_PROMPT, n_batch=N_PROMPT, n_ubatch=N_PROMPT, n_threads=threads, n_threads_batch=threads, verbose=False)
-    return engine.open_plain([str(path)], **options) if variant.startswith("plain") else engine.Llama(path, **options)
+    return engine.open_plain([str(path)], **options) if variant.startswith("plain") else engine.Llama(path, exact=True, **options)
 
 
 def time_load(variant: str, path: Path, threads: int) -> float:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "scripts")]
 
+import make_demo_model as demo  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
 
 SHARED = TESTS.parent.parent / "shared"
@@ -45,6 +46,15 @@ def packages(models, tmp_path_factory):
         return made[source]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def small_demo():
+    """models/demo-small.gguf: 16 experts, 4 used. Built if it is not there."""
+    try:
+        return demo.ensure_small_demo()
+    except demo.DemoError as error:
+        pytest.skip(str(error))
 
 
 def hear_ctrl_c():

@@ -8,6 +8,7 @@ import pytest
 from tiny_models import rewritten, write_shards
 
 import edgemoe as em
+from edgemoe import verify
 
 
 def refusal(path, **options) -> str:
@@ -284,3 +285,6 @@ def test_nan_in_one_expert_is_not_hidden(models, tmp_path):
     llm.eval([1, 2, 3])
     assert np.isnan(llm.scores[2]).any()
     llm.close()
+    for exact in (True, False):
+        report = verify.verify(str(path), n_tokens=2, exact=exact)
+        assert not report.ok and report.exact.max_difference == (report.exact if exact else report.kernels).rms_difference == float("inf")

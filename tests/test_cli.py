@@ -13,6 +13,12 @@ from terminal import Terminal
 STATISTICS = r"\[prompt \d+ tokens, [\d.]+ tok/s \| answer \d+ tokens, [\d.]+ tok/s \| experts \d+ accesses, .*\]"
 
 
+def best_isa():
+    from edgemoe import _native  # here: the commands are processes of their own
+
+    return _native.best_isa()
+
+
 @pytest.fixture(scope="module")
 def talker(models):
     """A model with a chat template; its text is noise."""
@@ -52,6 +58,16 @@ def test_run_reads_the_prompt_from_stdin_and_repeats_itself(edgemoe, talker):
     first = edgemoe("run", talker, "-p", "-", "-n", "12", "--seed", "3", input="Hello world")
     second = edgemoe("run", talker, "-p", "Hello world", "-n", "12", "--seed", "3")
     assert first.returncode == 0 and first.stdout == second.stdout
+
+
+def test_run_exact_is_what_llama_cpp_writes(edgemoe, talker):
+    from edgemoe import engine
+
+    plain = engine.open_plain([str(talker)], n_ctx=256, n_threads=2, verbose=False)
+    expected = plain("Hello world", max_tokens=24, temperature=0)["choices"][0]["text"]
+    plain.close()
+    result = edgemoe("run", talker, "--raw", "-p", "Hello world", "-n", "24", "--temp", "0", "--exact", "--json")
+    assert json.loads(result.stdout)["text"] == expected
 
 
 def test_run_json(edgemoe, talker):
@@ -120,8 +136,24 @@ def test_verify_finds_no_difference(edgemoe, talker, packages):
     for arguments in ([talker], [packages(talker)], [packages(talker), "--against", talker]):
         result = edgemoe("verify", *arguments, "--tokens", "8", "--json")
         report = json.loads(result.stdout)
-        assert result.returncode == 0 and report["ok"] and report["max_difference"] == 0 and report["greedy_equal"]
+        assert result.returncode == 0 and report["ok"], result.stderr
+        assert report["exact"] == {"isa": "none", "max_difference": 0, "rms_difference": 0, "first_difference": None, "n_greedy_equal": 8}
         assert report["n_tokens"] == 8 and report["plain_decode_rate"] > 0 and report["edgemoe_decode_rate"] > 0
+        if (isa := best_isa()) != "none":
+            assert report["kernels"]["isa"] == isa and 0 < report["kernels"]["rms_difference"] < report["bound"] == 0.1
+
+
+def test_verify_exact_leaves_the_kernels_out(edgemoe, talker):
+    report = json.loads(edgemoe("verify", talker, "--tokens", "4", "--exact", "--json").stdout)
+    assert report["ok"] and report["kernels"] is None and report["edgemoe_decode_rate"] > 0
+    assert "bit-identical" in edgemoe("verify", talker, "--tokens", "4", "--exact").stdout
+
+
+def test_verify_holds_the_kernels_to_the_bound(edgemoe, talker):
+    if best_isa() == "none":
+        pytest.skip("this CPU has none of the instruction sets")
+    result = edgemoe("verify", talker, "--tokens", "4", "--bound", "1e-9")
+    assert result.returncode == 1 and "exact    logits bit-identical" in result.stdout and "(bound 1e-09)" in result.stdout and "FAILED" in result.stdout
 
 
 def test_verify_without_a_tokenizer_uses_random_tokens(edgemoe, models):

@@ -9,22 +9,12 @@ import time
 from pathlib import Path
 
 import gguf
+import make_demo_model as demo
 import numpy as np
 import pytest
 from llama_cpp import Llama
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "make_demo_model.py"
-sys.path.insert(0, str(SCRIPT.parent))
-import make_demo_model as demo  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def small_demo():
-    """models/demo-small.gguf: 16 experts, 4 used."""
-    try:
-        return demo.ensure_small_demo()
-    except demo.DemoError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

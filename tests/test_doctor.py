@@ -16,7 +16,7 @@ GOOD_STEPS = [
     ("result", "devices", [["CPU", "CPU", "Some CPU", 8 << 30, 16 << 30]]),
     ("result", "compute", [["Q4_0", "CPU"], ["Q4_0", "AMX"]]),
     ("begin", "native", None),
-    ("result", "native", True),
+    ("result", "native", "avx2"),
 ]
 
 
@@ -53,6 +53,13 @@ def test_good_probe(probe_says):
     assert [check.status for check in doctor.check_devices(probe)] == [OK]
     assert doctor.check_openmp(probe).status == OK
     assert doctor.check_native(probe).status == OK
+    assert doctor.check_kernels(probe) == doctor.Check("kernels", OK, "avx2")
+
+
+def test_a_cpu_without_kernels_is_told(probe_says):
+    probe_says([("result", "native", "none")])
+    check = doctor.check_kernels(doctor.run_probe())
+    assert check.status == WARN and "none for this CPU" in check.text and check.fix
 
 
 @pytest.mark.parametrize("signal_name", ["SIGSEGV", "SIGILL"])
@@ -87,8 +94,10 @@ def test_crash_in_our_own_library(probe_says):
 
 def test_native_library_that_does_not_load(probe_says):
     probe_says([*steps_until("native"), ("error", "native", "ImportError: no _native")])
-    check = doctor.check_native(doctor.run_probe())
+    probe = doctor.run_probe()
+    check = doctor.check_native(probe)
     assert (check.status, check.text, check.fix) == (FAIL, "ImportError: no _native", "pip install .")
+    assert doctor.check_kernels(probe).status == WARN
 
 
 def test_llama_cpp_that_does_not_import(probe_says):

@@ -1,4 +1,4 @@
-"""edgemoe.Llama is a llama_cpp.Llama: the same calls give the same results."""
+"""edgemoe.Llama is a llama_cpp.Llama: the same calls give the same results, and exactly the same with llama.cpp's kernels."""
 
 import inspect
 import os
@@ -20,7 +20,7 @@ def both(models, packages):
     """(plain llama.cpp, edgemoe on a package) with the same model."""
     gguf = models("qwen3moe", "Q8_0")
     options = dict(n_ctx=256, n_threads=2, verbose=False)
-    pair = engine.open_plain([str(gguf)], **options), em.Llama(packages(gguf), **options)
+    pair = engine.open_plain([str(gguf)], **options), em.Llama(packages(gguf), exact=True, **options)
     yield pair
     for llm in pair:
         llm.close()
@@ -62,7 +62,7 @@ def test_grammar(both):
 def test_embeddings(models):
     gguf = models("qwen3moe", "Q8_0")
     options = dict(n_ctx=64, embedding=True, n_threads=2, verbose=False)
-    plain, ours = engine.open_plain([str(gguf)], **options), em.Llama(gguf, **options)
+    plain, ours = engine.open_plain([str(gguf)], **options), em.Llama(gguf, exact=True, **options)
     np.testing.assert_array_equal(plain.embed("expert token"), ours.embed("expert token"))
     assert ours.expert_stats()["n_events"] > 0
     plain.close(), ours.close()
@@ -71,7 +71,7 @@ def test_embeddings(models):
 def test_several_sequences_at_once_through_embeddings(models):
     gguf = models("gpt-oss", "MXFP4")
     options = dict(n_ctx=64, embedding=True, n_threads=2, verbose=False)
-    plain, ours = engine.open_plain([str(gguf)], **options), em.Llama(gguf, **options)
+    plain, ours = engine.open_plain([str(gguf)], **options), em.Llama(gguf, exact=True, **options)
     texts = ["expert", " token model", "Wait", "a"]
     for a, b in zip(plain.embed(texts), ours.embed(texts)):
         np.testing.assert_array_equal(a, b)

@@ -460,7 +460,7 @@ def rewritten(source, target, change, keep=lambda key: True):
     for tensor in reader.tensors:
         if changed := change(tensor.name, np.array(tensor.data)):
             name, data = changed
-            writer.add_tensor(name, data, raw_dtype=tensor.tensor_type)
+            writer.add_tensor(name, data, raw_dtype=tensor.tensor_type if data.dtype == np.uint8 else None)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
