@@ -30,7 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 
-VARIANTS = ("edgemoe", "edgemoe exact", "default", "plain", "ik")  # a round's turns; edgemoe has the last one, too
+VARIANTS = ("edgemoe", "edgemoe avxvnni", "edgemoe avx2", "edgemoe exact", "default", "plain", "ik")  # a round's turns; edgemoe has the last one, too
 NEEDED = {"edgemoe", "plain"}  # the base of ratios, and of parity
 PHASES = ("prompt", "decode")
 N_CTX, N_BATCH = 1024, 512  # N_BATCH is also n_ubatch
@@ -111,7 +111,8 @@ def constructor_of(variant: str):
     from edgemoe import engine
 
     plain = lambda path, **options: engine.open_plain([path], **options)  # noqa: E731
-    return partial(LlamaCppPython, plain if variant == "plain" else partial(engine.Llama, exact=variant == "edgemoe exact"))
+    _, _, kernels = variant.partition(" ")
+    return partial(LlamaCppPython, plain if variant == "plain" else partial(engine.Llama, exact=kernels == "exact", isa=None if kernels == "exact" else kernels or None))
 
 
 def serve(variant: str, path: str, threads: int, logits_file: str) -> None:
@@ -373,8 +374,7 @@ def parsed_options():
     parser.add_argument("--starts", type=int, default=3, help="how often each process is started, for the time to its first token")
     parser.add_argument("--n-prompt", type=int, default=512)
     parser.add_argument("--n-decode", type=int, default=24)
-    parser.add_argument("--variants", default="edgemoe,default,plain,ik")
-    parser.add_argument("--exact", action="store_true", help="edgemoe with ggml's own kernels, too")
+    parser.add_argument("--variants", default="edgemoe,default,plain,ik", help="of " + ",".join(VARIANTS) + " (default: %(default)s)")
     parser.add_argument("--max-rms", type=float, default=0.15, help="between logits of the same weights; beyond it something else was computed")
     parser.add_argument("--ik-python", help="interpreter of the environment with ik-llama-cpp-python")
     parser.add_argument("--json", type=Path)
@@ -384,7 +384,7 @@ def parsed_options():
     for path in options.models:
         if not path.is_file():
             parser.error(f"{path}: no such file")
-    names = {*options.variants.split(","), *["edgemoe exact"] * options.exact}
+    names = set(options.variants.split(","))
     if not NEEDED <= names <= set(VARIANTS):
         parser.error(f"--variants: found {options.variants}, wanted some of {','.join(VARIANTS)}, {' and '.join(sorted(NEEDED))} among them")
     if not 0 < options.n_prompt <= N_BATCH or not 0 < options.n_decode <= N_CTX - N_BEFORE or min(options.rounds, options.starts) < 1:

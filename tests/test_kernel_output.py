@@ -198,3 +198,24 @@ def test_the_demo_model_chooses_the_same_tokens(isa, small_demo, demo_text):
 def test_an_unknown_instruction_set_is_refused(models):
     with pytest.raises(edgemoe.ModelError, match="instruction set mmx, wanted avx2, avxvnni or avx512"):
         open_ours(models(), "mmx")
+
+
+COUNT_THREADS = """
+import os, sys
+from edgemoe import engine
+path, kind, n_threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+options = dict(n_ctx=64, n_threads=n_threads, n_threads_batch=n_threads, verbose=False)
+llm = engine.open_plain([path], **options) if kind == "plain" else engine.Llama(path, **options)
+before = len(os.listdir("/proc/self/task"))
+llm.eval(list(range(20)))
+llm.eval([7])
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_the_kernels_start_no_thread_of_their_own(n_threads, python, models):
+    """They run on ggml's pool: as many threads come up as for llama.cpp alone, and never more than were asked for."""
+    gguf = models("qwen3moe", "Q4_K")
+    plain, ours = (int(python(COUNT_THREADS, gguf, kind, n_threads).stdout) for kind in ("plain", "edgemoe"))
+    assert ours == plain <= n_threads - 1

@@ -43,8 +43,8 @@ bool executor::begins_event(const owned & w) {
     return true;
 }
 
-// Counts the event; false when an id names no expert (ggml's release builds would read and write outside of their arrays).
-bool executor::count_event(const ggml_tensor * ids, const owned & w) {
+// False when an id names no expert (ggml's release builds would read and write outside of their arrays).
+bool executor::check_ids(const ggml_tensor * ids, const owned & w, bool counts_as_event) {
     const int64_t n_expert = w.weight->tensor->ne[2];
     seen.assign((size_t) n_expert, 0);
     uint64_t n_distinct = 0;
@@ -59,6 +59,9 @@ bool executor::count_event(const ggml_tensor * ids, const owned & w) {
             n_distinct += !seen[(size_t) id];
             seen[(size_t) id] = 1;
         }
+    }
+    if (!counts_as_event) {
+        return true;
     }
     counters & c = w.model->count;
     c.n_events          += 1;
@@ -101,6 +104,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     std::vector<swap> swapped;
     std::vector<ggml_tensor *> nodes;
     weights * model = nullptr;
+    const ggml_tensor * checked_ids = nullptr;
     bool has_experts = false, has_kernels = false;
     ggml_status status = GGML_STATUS_SUCCESS;
     for (int i = 0; i < ggml_graph_n_nodes(graph) && status == GGML_STATUS_SUCCESS; i++) {
@@ -117,9 +121,11 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
             status = GGML_STATUS_FAILED;
         } else if (node->op == GGML_OP_MUL_MAT_ID) {
             has_experts = true;
-            if (begins_event(w) && !count_event(node->src[2], w)) {
+            const bool begins = begins_event(w);
+            if ((begins || node->src[2] != checked_ids) && !check_ids(node->src[2], w, begins)) {
                 status = GGML_STATUS_FAILED;
             }
+            checked_ids = node->src[2];
         }
     }
     if (status == GGML_STATUS_SUCCESS) {

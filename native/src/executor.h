@@ -28,7 +28,7 @@ struct executor {
 
 private:
     bool begins_event(const owned & w);
-    bool count_event(const ggml_tensor * ids, const owned & w);
+    bool check_ids(const ggml_tensor * ids, const owned & w, bool counts_as_event);
     ggml_status compute_plan(const graph_plan & plan);
 
     struct deleter { void operator()(ggml_context * c) const { ggml_free(c); } };

@@ -20,9 +20,14 @@ static void * aligned(size_t bytes) {
 }
 
 workspace::~workspace() {
+    free_chunks();
+}
+
+void workspace::free_chunks() {
     for (chunk & c : chunks) {
         std::free(c.at);
     }
+    chunks.clear();
 }
 
 void * workspace::take(size_t bytes) {
@@ -39,6 +44,15 @@ void * workspace::take(size_t bytes) {
 }
 
 void workspace::clear() {
+    if (chunks.size() > 1) {
+        // One that has room for all: chunks of a prompt just shorter than the next one would be of no use, and stay.
+        size_t sum = 0;
+        for (const chunk & c : chunks) {
+            sum += c.used;
+        }
+        free_chunks();
+        chunks.push_back({ (char *) aligned(sum), sum, 0 });
+    }
     for (chunk & c : chunks) {
         c.used = 0;
     }
@@ -151,7 +165,7 @@ hidden_step::hidden_step(const routing & r, const quantized_rows & x, bool x_per
         int64_t n_hidden, quantized_rows & hidden, float * hidden_floats, int n_threads)
     : route(r), x(x), x_per_pair(x_per_pair), streams(std::move(s)), chain(std::move(c)), result(result), n_hidden(n_hidden), hidden(hidden),
       hidden_floats(hidden_floats), pieces_left(new std::atomic<int64_t>[r.groups.size()]) {
-    rows_per_piece   = rows_for_piece(n_hidden, (int64_t) r.groups.size(), n_threads, MOST_ROWS);
+    rows_per_piece   = rows_for_piece(n_hidden, std::max<int64_t>(1, (int64_t) r.groups.size()), n_threads, MOST_ROWS);
     pieces_per_group = (n_hidden + rows_per_piece - 1) / rows_per_piece;
     for (size_t g = 0; g < r.groups.size(); g++) {
         pieces_left[g] = pieces_per_group;

@@ -22,6 +22,8 @@ struct workspace {
     void   clear();
 
 private:
+    void free_chunks();
+
     struct chunk { char * at; size_t bytes, used; };
     std::vector<chunk> chunks;
 };
