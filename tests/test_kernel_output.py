@@ -219,3 +219,20 @@ def test_the_kernels_start_no_thread_of_their_own(n_threads, python, models):
     gguf = models("qwen3moe", "Q4_K")
     plain, ours = (int(python(COUNT_THREADS, gguf, kind, n_threads).stdout) for kind in ("plain", "edgemoe"))
     assert ours == plain <= n_threads - 1
+
+
+PEAK_MEMORY = """
+import resource, sys
+from edgemoe import engine
+llm = engine.Llama(sys.argv[1], n_ctx=256, n_batch=256, n_threads=2, verbose=False)
+for n in range(int(sys.argv[2]), 160):
+    llm.reset()
+    llm.eval(list(range(n)))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+def test_prompts_of_every_length_need_no_more_memory_than_the_longest(python, models):
+    gguf = models("qwen3moe", "Q8_0", n_ff_exp=2048)
+    growing, longest = (int(python(PEAK_MEMORY, gguf, first).stdout) for first in (16, 159))
+    assert growing - longest < 60, "MB"

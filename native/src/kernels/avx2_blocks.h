@@ -30,9 +30,9 @@ inline int64_t join_4(uint16_t a, uint16_t b, uint16_t c, uint16_t d) {
     return (int64_t) ((uint64_t) d << 48 | (uint64_t) c << 32 | (uint32_t) b << 16 | a);
 }
 
-// 8 floats, from a 16-bit field of 8 blocks; `last` is the last block that may be read, whose value the ones behind it repeat.
+// 8 floats, from a 16-bit field of 8 blocks; zero behind the last block that may be read.
 template <typename F> __m256 halves_of_8(int last, F field) {
-    const auto h = [&](int j) { return field(j < last ? j : last); };
+    const auto h = [&](int j) { return j <= last ? field(j) : (uint16_t) 0; };
     const auto four = [&](int j) { return join_4(h(j), h(j + 1), h(j + 2), h(j + 3)); };
     return _mm256_cvtph_ps(_mm_set_epi64x(four(4), four(0)));
 }
@@ -178,7 +178,7 @@ struct mxfp4 {
     using block = block_mxfp4;
     static float  scale(const block & x)                   { return e8m0_half(x.e); }
     static __m256 scales(const block * x, int last) {
-        const auto e  = [&](int j) { return x[j < last ? j : last].e; };
+        const auto e  = [&](int j) { return j <= last ? x[j].e : 0; };
         const auto e2 = [&](int j) { return (uint16_t) (e(j) | e(j + 1) << 8); };
         const __m256i wide   = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(join_4(e2(0), e2(2), e2(4), e2(6))));
         const __m256i usual  = _mm256_slli_epi32(_mm256_sub_epi32(wide, _mm256_set1_epi32(1)), 23);

@@ -17,8 +17,8 @@ template <size_t bytes> inline void prefetch(const void * block) {
     }
 }
 
-// Up to 8 blocks, with the activations of blocks `at` to at + 7 of y. `last` is a constant for all but the end of a row.
-template <typename T> inline void add_8_blocks(const typename T::block * x, int last, const act_16x32 & y, int at, __m256 * acc, __m256 & acc_offset) {
+// Up to 8 blocks, with the activations of blocks `at` to at + 7 of y. `last` is a constant wherever this is called.
+template <typename T> inline __attribute__((always_inline)) void add_8_blocks(const typename T::block * x, int last, const act_16x32 & y, int at, __m256 * acc, __m256 & acc_offset) {
     const __m256 scale = T::scales(x, last);
     const __m256 d     = _mm256_mul_ps(scale, _mm256_loadu_ps(y.d + at));   // zero behind the last block
     if constexpr (T::has_min) {
@@ -47,8 +47,16 @@ template <typename T> float row_of_32(const void * w, const void * q, int64_t n)
     for (; i + 8 <= n / 32; i += 8) {
         add_8_blocks<T>(x + i, 7, y[i/16], (int) (i % 16), acc, acc_offset);
     }
-    if (i < n / 32) {
-        add_8_blocks<T>(x + i, (int) (n / 32 - i) - 1, y[i/16], (int) (i % 16), acc, acc_offset);
+    // Rows of small experts are short: their end is no rest, it is most of the row.
+    const auto add_rest = [&](int last) __attribute__((always_inline)) { add_8_blocks<T>(x + i, last, y[i/16], (int) (i % 16), acc, acc_offset); };
+    switch (n / 32 - i) {
+        case 1: add_rest(0); break;
+        case 2: add_rest(1); break;
+        case 3: add_rest(2); break;
+        case 4: add_rest(3); break;
+        case 5: add_rest(4); break;
+        case 6: add_rest(5); break;
+        case 7: add_rest(6); break;
     }
     return sum8(_mm256_fmadd_ps(acc_offset, _mm256_set1_ps(T::has_min ? 1.0f : -T::offset), _mm256_add_ps(acc[0], acc[1])));
 }

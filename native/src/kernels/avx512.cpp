@@ -17,12 +17,13 @@ template <size_t bytes> inline void prefetch(const void * block) {
     }
 }
 
-// Up to 16 blocks that share one activation block. `last` is a constant for all but the end of a row.
-template <typename T> inline void add_16_blocks(const typename T::block * x, int last, const act_16x32 & y, __m512 & acc, __m512 & acc_offset) {
-    const __m512 scale = T::scales(x, last);
-    const __m512 d     = _mm512_mul_ps(scale, _mm512_loadu_ps(y.d));   // zero behind the last block
+// Up to 16 blocks that share one activation block. `last` is a constant wherever this is called, so that nothing is decided while it runs.
+template <typename T> inline __attribute__((always_inline)) void add_16_blocks(const typename T::block * x, int last, const act_16x32 & y, __m512 & acc, __m512 & acc_offset) {
+    __m512 scale, min;
+    T::scales(x, last, scale, min);   // zero behind the last block
+    const __m512 d = _mm512_mul_ps(scale, _mm512_loadu_ps(y.d));
     if constexpr (T::has_min) {
-        acc_offset = _mm512_fmadd_ps(T::mins(x, last), _mm512_loadu_ps(y.s), acc_offset);
+        acc_offset = _mm512_fmadd_ps(min, _mm512_loadu_ps(y.s), acc_offset);
     } else {
         acc_offset = _mm512_fmadd_ps(scale, _mm512_loadu_ps(y.ds), acc_offset);
     }
@@ -48,8 +49,24 @@ template <typename T> float row_of_32(const void * w, const void * q, int64_t n)
     for (; left >= 16; left -= 16, x += 16, y++) {
         add_16_blocks<T>(x, 15, *y, acc, acc_offset);
     }
-    if (left > 0) {
-        add_16_blocks<T>(x, (int) left - 1, *y, acc, acc_offset);
+    // Rows of small experts are short: their end is no rest, it is most of the row.
+    const auto add_rest = [&](int last) __attribute__((always_inline)) { add_16_blocks<T>(x, last, *y, acc, acc_offset); };
+    switch (left) {
+        case 1:  add_rest(0); break;
+        case 2:  add_rest(1); break;
+        case 3:  add_rest(2); break;
+        case 4:  add_rest(3); break;
+        case 5:  add_rest(4); break;
+        case 6:  add_rest(5); break;
+        case 7:  add_rest(6); break;
+        case 8:  add_rest(7); break;
+        case 9:  add_rest(8); break;
+        case 10: add_rest(9); break;
+        case 11: add_rest(10); break;
+        case 12: add_rest(11); break;
+        case 13: add_rest(12); break;
+        case 14: add_rest(13); break;
+        case 15: add_rest(14); break;
     }
     return _mm512_reduce_add_ps(_mm512_fmadd_ps(acc_offset, _mm512_set1_ps(T::has_min ? 1.0f : -T::offset), acc));
 }

@@ -64,9 +64,9 @@ inline int64_t join_4(uint16_t a, uint16_t b, uint16_t c, uint16_t d) {
     return (int64_t) ((uint64_t) d << 48 | (uint64_t) c << 32 | (uint32_t) b << 16 | a);
 }
 
-// 16 floats, from a 16-bit field of 16 blocks; `last` is the last block that may be read, whose value the ones behind it repeat.
+// 16 floats, from a 16-bit field of 16 blocks; zero behind the last block that may be read.
 template <typename F> __m512 halves_of_16(int last, F field) {
-    const auto h = [&](int j) { return field(j < last ? j : last); };
+    const auto h = [&](int j) { return j <= last ? field(j) : (uint16_t) 0; };
     const auto four = [&](int j) { return join_4(h(j), h(j + 1), h(j + 2), h(j + 3)); };
     return _mm512_cvtph_ps(_mm256_setr_epi64x(four(0), four(4), four(8), four(12)));
 }
@@ -74,15 +74,17 @@ template <typename F> __m512 halves_of_16(int last, F field) {
 template <typename B> struct blocks_with_half {
     using block = B;
     static float  scale(const B & x)             { return half(x.d); }
-    static __m512 scales(const B * x, int last)  { return halves_of_16(last, [x](int j) { return x[j].d; }); }
+    static void   scales(const B * x, int last, __m512 & d, __m512 &) { d = halves_of_16(last, [x](int j) { return x[j].d; }); }
     static float  min(const B &)                 { return 0; }
-    static __m512 mins(const B *, int)           { return _mm512_setzero_ps(); }
     static constexpr bool has_min = false;
 };
 
 template <typename B> struct blocks_with_min : blocks_with_half<B> {
     static float  min(const B & x)               { return half(x.m); }
-    static __m512 mins(const B * x, int last)    { return halves_of_16(last, [x](int j) { return x[j].m; }); }
+    static void   scales(const B * x, int last, __m512 & d, __m512 & m) {
+        d = halves_of_16(last, [x](int j) { return x[j].d; });
+        m = halves_of_16(last, [x](int j) { return x[j].m; });
+    }
     static constexpr bool has_min = true;
     static constexpr int  offset  = 0;
 };
@@ -128,11 +130,10 @@ struct mxfp4 {
     }
     static float  scale(const block & x) { return _mm512_cvtss_f32(powers(_mm512_set1_epi32(x.e))); }
     static float  min(const block &)     { return 0; }
-    static __m512 mins(const block *, int) { return _mm512_setzero_ps(); }
-    static __m512 scales(const block * x, int last) {
-        const auto e  = [&](int j) { return x[j < last ? j : last].e; };
+    static void   scales(const block * x, int last, __m512 & d, __m512 &) {
+        const auto e  = [&](int j) { return j <= last ? x[j].e : 0; };
         const auto e2 = [&](int j) { return (uint16_t) (e(j) | e(j + 1) << 8); };
-        return powers(_mm512_cvtepu8_epi32(_mm_set_epi64x(join_4(e2(8), e2(10), e2(12), e2(14)), join_4(e2(0), e2(2), e2(4), e2(6)))));
+        d = powers(_mm512_cvtepu8_epi32(_mm_set_epi64x(join_4(e2(8), e2(10), e2(12), e2(14)), join_4(e2(0), e2(2), e2(4), e2(6)))));
     }
     static __m512i values(const block & a, const block & b) {
         const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);   // kvalues_fp4 + 12

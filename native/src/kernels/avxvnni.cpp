@@ -1,5 +1,5 @@
-// Kernels for AVX2, FMA, F16C and AVX-VNNI.
-#if defined(__x86_64__)
+// Kernels for AVX2, FMA, F16C and AVX-VNNI. Compilers that do not know AVX-VNNI leave the table empty.
+#if defined(__AVXVNNI__)
 
 #include "avx2_kernels.h"
 
@@ -7,6 +7,18 @@ namespace edgemoe {
 
 kernel_table kernels_avxvnni() {
     return all_kernels();
+}
+
+} // namespace edgemoe
+
+#elif defined(__x86_64__)
+
+#include "blocks.h"
+
+namespace edgemoe {
+
+kernel_table kernels_avxvnni() {
+    return { nullptr, 0 };
 }
 
 } // namespace edgemoe

@@ -26,7 +26,7 @@ bool isa_supported(isa level) {
     switch (level) {
         case isa::none:    return true;
         case isa::avx2:    return avx2;
-        case isa::avxvnni: return avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4));
+        case isa::avxvnni: return avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4)) && kernels_avxvnni().n > 0;
         case isa::avx512:  return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
     }
