@@ -104,6 +104,11 @@ static bool is_plain_product(const ggml_tensor * t) {
     return has_float_rows(t->src[1]) && has_float_rows(t) && t->src[0]->ne[2] == 1 && t->src[0]->ne[3] == 1;
 }
 
+// With float weights a prompt is faster through ggml, but for experts, which ggml takes row by row (docs/results/cpu_speed.md).
+static bool wins(const kernel & k, const ggml_tensor * x) {
+    return k.activation != rounding::none || ggml_nrows(x) < 3;
+}
+
 size_t planner::take_dense(size_t i) {
     std::vector<dense_step::product> products;
     const ggml_tensor * x = nodes[i]->src[1];
@@ -115,7 +120,7 @@ size_t planner::take_dense(size_t i) {
             continue;
         }
         const owned_tensor * w = node->op == GGML_OP_MUL_MAT ? kernel_weight(node) : nullptr;
-        if (!w || node->src[1] != x || !is_plain_product(node) || (!products.empty() && w->k->activation != how)) {
+        if (!w || node->src[1] != x || !is_plain_product(node) || !wins(*w->k, x) || (!products.empty() && w->k->activation != how)) {
             break;
         }
         how = w->k->activation;
