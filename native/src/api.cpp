@@ -6,7 +6,6 @@
 #include "kernels/kernels.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -72,17 +71,6 @@ static isa isa_named(const char * name) {
     throw std::invalid_argument(std::string("instruction set ") + name + ", wanted avx2, avxvnni or avx512");
 }
 
-struct aligned_bytes {
-    explicit aligned_bytes(size_t n) : at(std::aligned_alloc(64, (n + 64) / 64 * 64)) {
-        if (!at) {
-            throw std::bad_alloc();
-        }
-    }
-    ~aligned_bytes() { std::free(at); }
-    aligned_bytes(const aligned_bytes &) = delete;
-    void * at;
-};
-
 // True when there was such a kernel.
 static bool multiply(ggml_type type, isa level, bool tiled, const void * w, size_t row_bytes, int64_t n, int64_t n_rows, const float * x, int64_t n_tokens, float * y) {
     const kernel * k = isa_supported(level) ? find_kernel(type, level) : nullptr;
@@ -90,11 +78,13 @@ static bool multiply(ggml_type type, isa level, bool tiled, const void * w, size
         return false;
     }
     const size_t q_bytes = activation_bytes(k->activation, n);
-    const aligned_bytes q(q_bytes * n_tokens), tile(tiled ? k->tile_bytes(n) : 0);
+    workspace memory;
+    char * q    = (char *) memory.take(q_bytes * n_tokens);
+    void * tile = memory.take(tiled ? k->tile_bytes(n) : 0);
     std::vector<const void *> qs;
     for (int64_t t = 0; t < n_tokens; t++) {
-        qs.push_back((char *) q.at + t * q_bytes);
-        quantize(k->activation, x + t * n, (char *) q.at + t * q_bytes, n);
+        qs.push_back(q + t * q_bytes);
+        quantize(k->activation, x + t * n, q + t * q_bytes, n);
         if (!tiled) {
             k->dot(w, row_bytes, qs.back(), n, n_rows, y + t * n_rows);
         }
@@ -105,8 +95,8 @@ static bool multiply(ggml_type type, isa level, bool tiled, const void * w, size
         for (int64_t t = 0; t < n_tokens; t++) {
             ys.push_back(y + t * n_rows + r);
         }
-        k->unpack((const char *) w + r * row_bytes, row_bytes, n, n_tile_rows, tile.at);
-        k->multiply(tile.at, n, n_tile_rows, qs.data(), n_tokens, ys.data());
+        k->unpack((const char *) w + r * row_bytes, row_bytes, n, n_tile_rows, tile);
+        k->multiply(tile, n, n_tile_rows, qs.data(), n_tokens, ys.data());
     }
     return true;
 }

@@ -19,8 +19,8 @@ GGML_API ggml_backend_buffer_t ggml_backend_buffer_init(ggml_backend_buffer_type
 namespace edgemoe {
 
 // --- buffer type and buffer ---
-// A buffer holds libllama's tensors for weights of ours: the stacked experts and the dense matrices. They are stand-ins: address space without bytes, since the bytes are in the store. Other tensors
-// that land here (an adapter's) are ordinary host memory.
+// A buffer holds libllama's tensors for weights of ours: the stacked experts and the dense matrices. They are stand-ins: address space without bytes,
+// since the bytes are in the store. Other tensors that land here (an adapter's) are ordinary host memory.
 
 static const char * const NAME = "EdgeMoE";
 
@@ -163,8 +163,10 @@ std::string model::fault() {
 
 // --- backend ---
 
+static bool is_in_our_buffer(const ggml_tensor * t) { return t->buffer && is_ours(t->buffer->buft); }
+
 static owned lookup_weight(const ggml_tensor * t) {
-    if (t->buffer && is_ours(t->buffer->buft) && weight_of(t)) {
+    if (is_in_our_buffer(t) && weight_of(t)) {
         return { weight_of(t), &model_of(t->buffer->buft).held };
     }
     return { nullptr, nullptr };
@@ -225,8 +227,6 @@ static ggml_backend_t device_init(ggml_backend_dev_t dev, const char *) {
 }
 
 static ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t) { return ggml_backend_cpu_buffer_type(); }
-
-static bool is_in_our_buffer(const ggml_tensor * t) { return t && t->buffer && is_ours(t->buffer->buft); }
 
 // The product with one of our weights whose result `t` is, possibly after a bias, a scale or an activation; NULL when there is none.
 static const ggml_tensor * product_behind(const ggml_tensor * t) {

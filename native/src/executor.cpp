@@ -100,7 +100,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     const auto start = std::chrono::steady_clock::now();
 
     // llama.cpp's weights stand in for ours: they have the shape, ours have the bytes. They are put back before llama.cpp sees its graph again.
-    struct swap { ggml_tensor * node; ggml_tensor * original; };
+    struct swap { ggml_tensor * node, * original, * ours; };
     std::vector<swap> swapped;
     std::vector<ggml_tensor *> nodes;
     weights * model = nullptr;
@@ -115,7 +115,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
             continue;
         }
         model = w.model;
-        swapped.push_back({ node, node->src[0] });
+        swapped.push_back({ node, node->src[0], w.weight->tensor });
         has_kernels = has_kernels || w.weight->k;
         if (!model->usable()) {
             status = GGML_STATUS_FAILED;
@@ -132,7 +132,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
         memory.clear();
         std::unique_ptr<graph_plan> plan(has_kernels ? new graph_plan(nodes, weights_of, memory, n_threads) : nullptr);
         for (const swap & s : swapped) {
-            s.node->src[0] = weights_of(s.original).weight->tensor;
+            s.node->src[0] = s.ours;
         }
         if (plan) {
             model->count.n_fused += plan->n_fused;

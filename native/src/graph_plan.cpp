@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <set>
 
 namespace edgemoe {
@@ -73,7 +72,7 @@ struct planner {
     const routing & routing_of(const ggml_tensor * ids, int64_t n_expert);
     const quantized_rows & expert_input(const ggml_tensor * x, rounding how);
     int  resolve(hidden_chain & chain, const ggml_tensor * t, int64_t row, const ggml_tensor * x, const ggml_tensor * ids, int depth);
-    bool take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out);
+    void take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out);
 };
 
 graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory, int n_threads) {
@@ -106,7 +105,7 @@ static bool is_plain_product(const ggml_tensor * t) {
 
 // With float weights a prompt is faster through ggml, but for experts, which ggml takes row by row (docs/results/cpu_speed.md).
 static bool wins(const kernel & k, const ggml_tensor * x) {
-    return k.activation != rounding::none || ggml_nrows(x) < 3;
+    return k.activation != rounding::none || ggml_nrows(x) < TILE_MIN;
 }
 
 size_t planner::take_dense(size_t i) {
@@ -333,7 +332,7 @@ size_t planner::take_experts(size_t i) {
 }
 
 // From the down product on: bias, router weights, sum. `i` moves to the last node that is taken.
-bool planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out) {
+void planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out) {
     const ggml_tensor * last = nodes[i];
     const auto set_output = [&](bool summed) {
         out.data         = (char *) last->data;
@@ -358,11 +357,11 @@ bool planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing
         j = next_of(i);
     }
     if (j >= nodes.size() || is_output(last) || nodes[j]->op != GGML_OP_MUL || nodes[j]->src[0] != last) {
-        return true;
+        return;
     }
     const ggml_tensor * w = nodes[j]->src[1];
     if (w->type != GGML_TYPE_F32 || w->ne[0] != 1 || w->ne[1] != r.n_used || w->ne[2] != r.n_tokens || is_made_here(w)) {
-        return true;
+        return;
     }
     float * weights = (float *) memory.take(r.pairs.size() * sizeof(float));
     for (size_t p = 0; p < r.pairs.size(); p++) {
@@ -383,7 +382,7 @@ bool planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing
         j = next_of(end);
         if (is_output(all) || j >= nodes.size() || nodes[j]->op != GGML_OP_ADD || !has_float_rows(nodes[j]) || !is_column(nodes[j]->src[1], k) ||
                 !(k == 1 ? is_column(nodes[j]->src[0], 0) : nodes[j]->src[0] == sum) || (sum && is_output(sum))) {
-            return true;
+            return;
         }
         sum = nodes[j];
         end = j;
@@ -392,7 +391,6 @@ bool planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing
         step_to(end);
         set_output(true);
     }
-    return true;
 }
 
 // One product by itself, for graphs that are put together in another way.

@@ -7,8 +7,6 @@
 
 namespace edgemoe {
 
-// From so many activations on, turning rows into a tile pays.
-static constexpr int64_t TILE_MIN = 3;
 // Rows of the longest piece of work.
 static constexpr int64_t MOST_ROWS = 256;
 static void * aligned(size_t bytes) {

@@ -15,6 +15,9 @@
 
 namespace edgemoe {
 
+// From so many activations on, turning rows into a tile pays.
+constexpr int64_t TILE_MIN = 3;
+
 // Memory for one computation: handed out in pieces, taken back all at once, kept.
 struct workspace {
     ~workspace();
