@@ -18,7 +18,7 @@ PYTHON = [
     {"cli"},
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
-KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "avx2_blocks", "avx2_tile", "avx2_kernels", "avx2", "avxvnni", "avx512_blocks", "avx512_tile", "avx512")]
+KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x86_blocks", "kernel_table", "avx2_blocks", "avx2_tile", "avx2_kernels", "avx2", "avxvnni", "avx512_blocks", "avx512_tile", "avx512")]
 NATIVE = ["file", "gguf_file", "source", "store", *KERNELS, "weights", "elementwise", "products", "graph_plan", "executor", "backend", "api"]
 
 

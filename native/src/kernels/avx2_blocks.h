@@ -2,10 +2,7 @@
 // product of bytes takes the place of three. As for AVX-512 everything has internal linkage and nothing of the C++ library is used.
 #pragma once
 
-#include "blocks.h"
-
-#include <immintrin.h>
-#include <string.h>
+#include "x86_blocks.h"
 
 namespace edgemoe {
 
@@ -17,29 +14,13 @@ constexpr bool has_vnni = true;
 constexpr bool has_vnni = false;
 #endif
 
-inline __m128i load128(const void * p) { return _mm_loadu_si128((const __m128i *) p); }
-inline __m256i load256(const void * p) { return _mm256_loadu_si256((const __m256i *) p); }
 inline void    store256(void * p, __m256i x) { _mm256_storeu_si256((__m256i *) p, x); }
-
-inline float half(uint16_t h) {
-    return _cvtsh_ss(h);
-}
-
-// Four 16-bit numbers as one: put together in the integer units, which have less to do than the vector ones.
-inline int64_t join_4(uint16_t a, uint16_t b, uint16_t c, uint16_t d) {
-    return (int64_t) ((uint64_t) d << 48 | (uint64_t) c << 32 | (uint32_t) b << 16 | a);
-}
 
 // 8 floats, from a 16-bit field of 8 blocks; zero behind the last block that may be read.
 template <typename F> __m256 halves_of_8(int last, F field) {
     const auto h = [&](int j) { return j <= last ? field(j) : (uint16_t) 0; };
     const auto four = [&](int j) { return join_4(h(j), h(j + 1), h(j + 2), h(j + 3)); };
     return _mm256_cvtph_ps(_mm_set_epi64x(four(4), four(0)));
-}
-
-inline float sum4(__m128 x) {
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
 inline float sum8(__m256 x) {
@@ -197,17 +178,6 @@ struct mxfp4 {
 
 // ---- types with blocks of 256. `values` gives the elements in order, 32 to a register; `scales` the integer scales of the groups ----
 
-// The 12 bytes hold 8 scales and 8 mins of 6 bits. In registers throughout: a detour over memory would stall on store forwarding.
-inline __m256i scales_and_mins(const uint8_t * twelve) {
-    const __m128i v    = load128(twelve);   // the block goes on behind the 12 bytes
-    const __m128i low  = _mm_shuffle_epi8(v, _mm_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 8, 9, 10, 11));
-    const __m128i high = _mm_shuffle_epi8(_mm_and_si128(_mm_srli_epi16(v, 2), _mm_set1_epi8(0x30)),
-        _mm_setr_epi8(-1, -1, -1, -1, 0, 1, 2, 3, -1, -1, -1, -1, 4, 5, 6, 7));
-    const __m128i nibble = _mm_blend_epi16(low, _mm_srli_epi16(low, 4), 0xC0);   // the last four mins are high nibbles
-    const __m128i mask   = _mm_setr_epi8(63, 63, 63, 63, 15, 15, 15, 15, 63, 63, 63, 63, 15, 15, 15, 15);
-    return _mm256_cvtepu8_epi16(_mm_or_si128(_mm_and_si128(nibble, mask), high));
-}
-
 constexpr int largest_of(const block_q4_k *) { return 15; }
 constexpr int largest_of(const block_q5_k *) { return 31; }
 
@@ -275,16 +245,6 @@ struct q6_k : with_offset<block_q6_k> {
     static __m128i bytes_of_scales(const block & x) { return load128(x.scales); }
     static void scales(const block & x, int16_t s[16], int16_t mins[16]) { scales_of_16<q6_k>(x, s, mins); }
 };
-
-// 16 scales of 6 bits: the low nibbles are those of bytes 0 to 7, low ones first; the upper bits are those of bytes 8 to 11.
-inline __m128i q3_k_scales(const uint8_t * twelve) {
-    uint32_t last;
-    memcpy(&last, twelve + 8, 4);
-    const __m128i first = _mm_loadl_epi64((const __m128i *) twelve);
-    const __m128i low   = _mm_and_si128(_mm_unpacklo_epi64(first, _mm_srli_epi16(first, 4)), _mm_set1_epi8(15));
-    const __m128i high  = _mm_and_si128(_mm_srlv_epi32(_mm_set1_epi32((int) last), _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
-    return _mm_sub_epi8(_mm_or_si128(low, _mm_slli_epi16(high, 4)), _mm_set1_epi8(32));
-}
 
 struct q3_k : with_offset<block_q3_k> {
     static constexpr int group = 16, offset = 4, largest = 7;

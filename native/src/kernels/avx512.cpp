@@ -8,15 +8,6 @@ namespace edgemoe {
 
 namespace {
 
-// Decode reads every weight once, from memory, and one core can have more lines on their way to its second-level cache than to its first: far ahead for
-// that one, nearer for the other. Measured over other distances, and over the hardware's prefetcher alone (which leaves a third of the bandwidth unused).
-template <size_t bytes> inline void prefetch(const void * block) {
-    for (size_t i = 0; i < bytes; i += 64) {
-        _mm_prefetch((const char *) block + 4096 + i, _MM_HINT_T1);
-        _mm_prefetch((const char *) block + 512 + i, _MM_HINT_T0);
-    }
-}
-
 // Up to 16 blocks that share one activation block. `last` is a constant wherever this is called, so that nothing is decided while it runs.
 template <typename T> inline __attribute__((always_inline)) void add_16_blocks(const typename T::block * x, int last, const act_16x32 & y, __m512 & acc, __m512 & acc_offset) {
     __m512 scale, min;
@@ -84,14 +75,14 @@ inline __m512i groups(const act_256 & y, int a, int b) {
 }
 
 // Q4_K and Q5_K. A register of 64 bytes of qs holds groups g and g + 2 in its low nibbles, g + 1 and g + 3 in its high ones.
-template <typename B> float row_of_q45_k(const void * w, const void * q, int64_t n) {
-    const B * x = (const B *) w;
+template <typename T> float row_of_q45_k(const void * w, const void * q, int64_t n) {
+    const typename T::block * x = (const typename T::block *) w;
     const act_256 * y = (const act_256 *) q;
     const __m512i fifteen = _mm512_set1_epi8(15);
     __m512 acc = _mm512_setzero_ps();
     __m128 acc_min = _mm_setzero_ps();
     for (int64_t i = 0; i < n / 256; i++, x++, y++) {
-        prefetch<sizeof(B)>(x);
+        prefetch<sizeof(*x)>(x);
         const __m256i sm = scales_and_mins(x->scales);
         const __m512i scales = _mm512_broadcast_i32x4(_mm256_castsi256_si128(sm));
         const __m512i qh = fifth_bits(*x);
@@ -184,43 +175,16 @@ template <typename T> float row_of_float(const void * w, const void * q, int64_t
     return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(acc[0], acc[1]), _mm512_add_ps(acc[2], acc[3])));
 }
 
-template <float (*row)(const void *, const void *, int64_t)>
-void rows(const void * w, size_t row_bytes, const void * q, int64_t n, int64_t n_rows, float * y) {
-    for (int64_t r = 0; r < n_rows; r++) {
-        y[r] = row((const char *) w + (size_t) r * row_bytes, q, n);
-    }
-}
-
-template <float (*row)(const void *, const void *, int64_t)> kernel make(ggml_type type, rounding how, const tile_kernel & t) {
-    return { type, how, rows<row>, t.tile_bytes, t.unpack, t.multiply };
-}
-
-template <typename T> kernel of_32(ggml_type type)        { return make<row_of_32<T>>(type, rounding::q8_32, tiles_of_32<T>()); }
-template <typename B> kernel of_45(ggml_type type)        { return make<row_of_q45_k<B>>(type, rounding::q8_256, tiles_of_256<q45_k<B>>()); }
-template <typename T> kernel of_16_groups(ggml_type type) { return make<row_of_16_groups<T>>(type, rounding::q8_256, tiles_of_256<T>()); }
-template <typename T> kernel of_float(ggml_type type)     { return make<row_of_float<T>>(type, rounding::none, tiles_of_float<T>()); }
-
 } // namespace
 
+} // namespace edgemoe
+
+#include "kernel_table.h"
+
+namespace edgemoe {
+
 kernel_table kernels_avx512() {
-    static const kernel table[] = {
-        of_45<block_q4_k>(GGML_TYPE_Q4_K),
-        of_45<block_q5_k>(GGML_TYPE_Q5_K),
-        of_16_groups<q6_k>(GGML_TYPE_Q6_K),
-        of_16_groups<q3_k>(GGML_TYPE_Q3_K),
-        make<row_of_iq4_xs>(GGML_TYPE_IQ4_XS, rounding::q8_256, tiles_of_256<iq4_xs>()),
-        of_32<q8_0>(GGML_TYPE_Q8_0),
-        of_32<q4_0>(GGML_TYPE_Q4_0),
-        of_32<q4_1>(GGML_TYPE_Q4_1),
-        of_32<q5_0>(GGML_TYPE_Q5_0),
-        of_32<q5_1>(GGML_TYPE_Q5_1),
-        of_32<iq4_nl>(GGML_TYPE_IQ4_NL),
-        of_32<mxfp4>(GGML_TYPE_MXFP4),
-        of_float<f16>(GGML_TYPE_F16),
-        of_float<bf16>(GGML_TYPE_BF16),
-        of_float<f32>(GGML_TYPE_F32),
-    };
-    return { table, sizeof(table) / sizeof(table[0]) };
+    return all_kernels();
 }
 
 } // namespace edgemoe

@@ -2,17 +2,12 @@
 // compiled for AVX-512 must not end up in a program's shared inline functions, which also run on CPUs without it.
 #pragma once
 
-#include "blocks.h"
-
-#include <immintrin.h>
-#include <string.h>
+#include "x86_blocks.h"
 
 namespace edgemoe {
 
 namespace {
 
-inline __m128i load128(const void * p) { return _mm_loadu_si128((const __m128i *) p); }
-inline __m256i load256(const void * p) { return _mm256_loadu_si256((const __m256i *) p); }
 inline __m512i load512(const void * p) { return _mm512_loadu_si512(p); }
 
 inline __m512i join(__m256i low, __m256i high) {
@@ -25,15 +20,6 @@ inline __m512i twice(const void * p) {
 
 inline __m512i bytes_of_halves(int low, int high) {
     return join(_mm256_set1_epi8((char) low), _mm256_set1_epi8((char) high));
-}
-
-inline float half(uint16_t h) {
-    return _cvtsh_ss(h);
-}
-
-inline float sum4(__m128 x) {
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
 
 // ---- types with blocks of 32: two blocks fill a register; weights are made unsigned by an offset ----
@@ -57,11 +43,6 @@ inline __m512i with_fifth_bit(__m512i low, const uint8_t * a, const uint8_t * b)
 inline __m512i iq4_values(__m512i index) {
     const __m128i table = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), index);
-}
-
-// Four 16-bit numbers as one: put together in the integer units, which have less to do than the vector ones.
-inline int64_t join_4(uint16_t a, uint16_t b, uint16_t c, uint16_t d) {
-    return (int64_t) ((uint64_t) d << 48 | (uint64_t) c << 32 | (uint32_t) b << 16 | a);
 }
 
 // 16 floats, from a 16-bit field of 16 blocks; zero behind the last block that may be read.
@@ -143,17 +124,6 @@ struct mxfp4 {
 
 // ---- types with blocks of 256. `values` gives the elements in order, made unsigned; `scales` the integer scales of the groups ----
 
-// The 12 bytes hold 8 scales and 8 mins of 6 bits. In registers throughout: a detour over memory would stall on store forwarding.
-inline __m256i scales_and_mins(const uint8_t * twelve) {
-    const __m128i v    = load128(twelve);   // the block goes on behind the 12 bytes
-    const __m128i low  = _mm_shuffle_epi8(v, _mm_setr_epi8(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 8, 9, 10, 11));
-    const __m128i high = _mm_shuffle_epi8(_mm_and_si128(_mm_srli_epi16(v, 2), _mm_set1_epi8(0x30)),
-        _mm_setr_epi8(-1, -1, -1, -1, 0, 1, 2, 3, -1, -1, -1, -1, 4, 5, 6, 7));
-    const __m128i nibble = _mm_blend_epi16(low, _mm_srli_epi16(low, 4), 0xC0);   // the last four mins are high nibbles
-    const __m128i mask   = _mm_setr_epi8(63, 63, 63, 63, 15, 15, 15, 15, 63, 63, 63, 63, 15, 15, 15, 15);
-    return _mm256_cvtepu8_epi16(_mm_or_si128(_mm_and_si128(nibble, mask), high));
-}
-
 inline __m512i fifth_bits(const block_q4_k &) { return _mm512_setzero_si512(); }
 inline __m512i fifth_bits(const block_q5_k & x) { return twice(x.qh); }
 
@@ -211,16 +181,6 @@ struct q6_k : with_offset<block_q6_k> {
     }
     static __m128i bytes_of_scales(const block & x) { return load128(x.scales); }
 };
-
-// 16 scales of 6 bits: the low nibbles are those of bytes 0 to 7, low ones first; the upper bits are those of bytes 8 to 11.
-inline __m128i q3_k_scales(const uint8_t * twelve) {
-    uint32_t last;
-    memcpy(&last, twelve + 8, 4);
-    const __m128i first = _mm_loadl_epi64((const __m128i *) twelve);
-    const __m128i low   = _mm_and_si128(_mm_unpacklo_epi64(first, _mm_srli_epi16(first, 4)), _mm_set1_epi8(15));
-    const __m128i high  = _mm_and_si128(_mm_srlv_epi32(_mm_set1_epi32((int) last), _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
-    return _mm_sub_epi8(_mm_or_si128(low, _mm_slli_epi16(high, 4)), _mm_set1_epi8(32));
-}
 
 struct q3_k : with_offset<block_q3_k> {
     static constexpr int group = 16, offset = 4;
