@@ -8,8 +8,9 @@ import time
 from contextlib import suppress
 
 from edgemoe import devices, plan
-from edgemoe.engine import Llama
+from edgemoe.engine import Llama, plan_slots
 from edgemoe.errors import EdgemoeError
+from edgemoe.package import Source
 from edgemoe.session import ContextFull, Reply, Session
 
 HELP = """/help          this list
@@ -33,10 +34,20 @@ def note(text: str) -> None:
 def open_session(options) -> Session:
     """Loads the model as the command line asks and says where it went."""
     start = time.perf_counter()
-    gpu_layers = options.gpu_layers if options.gpu_layers is not None else (-1 if devices.has_gpu() else 0)
+    named_gpu = any(d.name == options.device and d.type in ("gpu", "igpu") for d in devices.devices())
+    gpu_layers = options.gpu_layers if options.gpu_layers is not None else (-1 if devices.has_gpu() or named_gpu else 0)
+    with Source(options.path) as source:
+        planned = plan_slots(source, options.slots, options.vram, options.device, gpu_layers, options.ctx)
+    if planned.device:
+        note(planned.line())
     llm = Llama(
         options.path,
         exact=options.exact,
+        slots=options.slots,
+        vram=options.vram,
+        device=options.device,
+        misses=options.misses,
+        policy=options.policy,
         n_ctx=options.ctx,
         n_threads=options.threads,
         n_gpu_layers=gpu_layers,
@@ -45,6 +56,8 @@ def open_session(options) -> Session:
         **({"seed": options.seed} if options.seed is not None else {}),
     )
     note(plan.load_line(llm.source, time.perf_counter() - start))
+    if llm.cache_plan != planned:
+        note(llm.cache_plan.line())
     return Session(llm, system=options.system, temperature=options.temp, top_p=options.top_p, max_tokens=options.max_tokens, seed=options.seed)
 
 
@@ -164,7 +177,29 @@ def _statistics(session: Session) -> str:
             f"experts: {total['n_events']} events, {total['n_pairs']} routed pairs, A = {total['n_accesses']} accesses, C = {total['n_computed_on_cpu']} computed on the CPU, "
             f"{total['bytes_accessed'] / 1e9:.2f} GB read, {total['compute_us'] / 1e6:.2f} s"
         )
+    lines += _slot_table(session.llm)
     return "\n".join(lines)
+
+
+def _slot_table(llm: Llama) -> list[str]:
+    """What the slots did in decoding, per layer; empty without slots."""
+    layers = llm.expert_stats_by_layer()
+    if not layers:
+        return []
+    info = llm.cache_info()
+    lines = [
+        f"slots: {llm.cache_plan.n_slots} per layer on {llm.cache_plan.device}, {info['bytes'] / 1e6:.0f} MB; misses: {info['misses']}; "
+        f"CPU {info['cpu_rate'] / 1e9:.1f} GB/s, loads {info['load_rate'] / 1e9:.1f} GB/s (0: not measured yet)",
+        f"{'layer':>7} {'A':>9} {'hits':>9} {'hit %':>6} {'D':>8} {'P':>8} {'C':>9} {'evicted':>8} {'MB loaded':>10}",
+    ]
+    for each in layers:
+        d, p = each["decode"], each["prompt"]
+        hit = 100 * d["n_hits"] / d["n_accesses"] if d["n_accesses"] else 0.0
+        lines.append(
+            f"{each['layer']:>7} {d['n_accesses']:>9} {d['n_hits']:>9} {hit:>6.1f} {d['n_demand']:>8} {d['n_proactive'] + p['n_proactive']:>8} {d['n_computed']:>9} "
+            f"{d['n_evicted'] + p['n_evicted']:>8} {(d['bytes_loaded'] + p['bytes_loaded']) / 1e6:>10.1f}"
+        )
+    return lines
 
 
 def _save(session: Session, path: str) -> None:

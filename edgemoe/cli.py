@@ -8,12 +8,14 @@ import sys
 
 from edgemoe import __version__
 from edgemoe.errors import EdgemoeError
+from edgemoe.machine import parse_bytes
 
 EXAMPLES = """examples:
   edgemoe chat model.gguf                        talk to a model (GGUF, any shard of one, or a package)
   edgemoe run model.gguf -p "Why is the sky blue?"
   echo "Summarise: ..." | edgemoe run model.gguf -p -
   edgemoe inspect model.gguf                     what it is and where its bytes will go
+  edgemoe plan model.gguf --vram 6G              how many experts would go onto the GPU
   edgemoe verify model.gguf                      prove that the output is llama.cpp's
   edgemoe doctor                                 is this machine set up well?
   edgemoe-convert model.gguf                     pack it: one file per expert
@@ -42,6 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--raw", action="store_true", help="continue TEXT as it stands, without the model's chat template")
     _add_model_options(run)
     command("inspect", _inspect, "show what a model is and where its bytes will go", "edgemoe inspect model.gguf --json")
+    plan = command("plan", _plan, "show how many experts would go onto the GPU, without loading", "edgemoe plan model.gguf --vram 6G --ctx 8192")
+    plan.add_argument("--ctx", type=_positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
+    plan.add_argument("--gpu-layers", type=int, metavar="N", help="0: the dense layers stay on the CPU")
+    _add_slot_options(plan)
     verify = command(
         "verify", _verify, "compare edgemoe's output with plain llama.cpp's: bit by bit with llama.cpp's kernels, within a bound with its own; exit code 1 when it differs",
         "edgemoe verify model.edgemoe --against model.gguf",
@@ -67,6 +73,26 @@ def _positive(text: str) -> int:
     return n
 
 
+def _not_negative(text: str) -> int:
+    n = int(text)
+    if n < 0:
+        raise argparse.ArgumentTypeError(f"{n}: wanted 0 or more")
+    return n
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def _add_slot_options(group) -> None:
+    group.add_argument("--slots", type=_not_negative, metavar="N", help="expert slots per layer on the device; 0: none (default: as many as fit)")
+    group.add_argument("--vram", type=_size, metavar="SIZE", help="budget on the device for everything, such as 6G or 512M (default: what is free)")
+    group.add_argument("--device", metavar="NAME", help="device of the slots (default: the GPU with most memory free; a software device or the CPU only when named here)")
+
+
 def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--ctx", type=_positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
     sub.add_argument("-n", "--max-tokens", type=_positive, metavar="N", help="longest answer (default: until the context is full)")
@@ -79,6 +105,13 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--gpu-layers", type=int, metavar="N", help="layers whose dense part goes to the GPU (default: all when there is a GPU; -1 all, 0 none)")
     sub.add_argument("--chat-format", metavar="NAME", help="chat format for a model without a template, as in llama-cpp-python: chatml, llama-3, ...")
     sub.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
+    cache = sub.add_argument_group("experts on the GPU")
+    _add_slot_options(cache)
+    cache.add_argument(
+        "--misses", choices=("cpu", "load", "auto"), default="auto",
+        help="experts that are in no slot: compute them on the CPU, load them, or what is faster (default %(default)s)",
+    )
+    cache.add_argument("--policy", metavar="NAME[:key=value,...]", help="which experts keep their slots (default: placement, or lru with --misses load)")
 
 
 def _chat(options) -> int:
@@ -99,6 +132,19 @@ def _inspect(options) -> int:
 
     with Source(options.path) as source:
         print(json.dumps(plan.describe(source)) if options.json else plan.report(source))
+    return 0
+
+
+def _plan(options) -> int:
+    from edgemoe.cache_plan import plan_cache
+    from edgemoe.devices import devices
+    from edgemoe.package import Source
+
+    with Source(options.path) as source:
+        plan = plan_cache(
+            source, devices(), n_ctx=options.ctx, slots=options.slots, vram=options.vram, device=options.device, dense_on_device=options.gpu_layers != 0
+        )
+    print(json.dumps(plan.as_dict()) if options.json else plan.report())
     return 0
 
 

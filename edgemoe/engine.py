@@ -19,7 +19,8 @@ from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from edgemoe import _native, machine
-from edgemoe.devices import devices
+from edgemoe.cache_plan import N_STAGING, CachePlan, plan_cache
+from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import ModelError, ModelFault
 from edgemoe.package import Source
 from edgemoe.tokenizer import WholePieceTokenizer
@@ -73,9 +74,25 @@ def open_plain(files: list[str], **options) -> llama_cpp.Llama:
         return llama_cpp.Llama(files[0], **options)
 
 
-def _offloads_dense(params) -> bool:
+def _offloads_dense(n_gpu_layers: int) -> bool:
     """True when llama.cpp will put dense weights on a GPU."""
-    return params.n_gpu_layers != 0 and any(d.type in ("gpu", "igpu") for d in devices())
+    return n_gpu_layers != 0 and any(d.type in ("gpu", "igpu") for d in devices())
+
+
+def plan_slots(source: Source, slots: int | None, vram: int | None, device: str | None, n_gpu_layers: int, n_ctx: int, n_ubatch: int = 512) -> CachePlan:
+    """Where Llama with these arguments will put experts; loads nothing. Slots are for whoever asks, and for a real GPU that has the dense layers."""
+    dense_on_device = _offloads_dense(n_gpu_layers)
+    wanted = not (slots is None and vram is None and device is None) or (dense_on_device and has_gpu())
+    return plan_cache(
+        source,
+        devices(),
+        n_ctx=n_ctx or source.integer("context_length", 4096),
+        slots=slots if wanted or not has_gpu() else 0,
+        vram=vram,
+        device=device,
+        dense_on_device=dense_on_device,
+        n_ubatch=n_ubatch,
+    )
 
 
 class _Experts:
@@ -83,6 +100,7 @@ class _Experts:
 
     def __init__(self, path: str, use_extra_bufts: bool, isa: str | None):
         self.use_extra_bufts = use_extra_bufts
+        self.all_on_device = False  # nothing is left for us to do: llama.cpp takes the experts too
         self.process = os.getpid()
         self._ffi, self._lib = _native.load()
         self.handle = _native.opened("edgemoe_model_open", path, isa.encode() if isa else self._ffi.NULL)
@@ -90,10 +108,10 @@ class _Experts:
 
     def load(self, params):
         files = list(self.source.files)
-        if self.source.kind != "dense":
+        if self.source.kind != "dense" and not self.all_on_device:
             buffer_type = _native.number(self._lib.edgemoe_model_buffer_type(self.handle))
             patterns = [self._ffi.string(self._lib.edgemoe_expert_pattern())]
-            if not self.use_extra_bufts and not _offloads_dense(params):
+            if not self.use_extra_bufts and not _offloads_dense(params.n_gpu_layers):
                 patterns.append(self._ffi.string(self._lib.edgemoe_dense_pattern(self.handle)))
             overrides = [_BufferOverride(pattern, buffer_type) for pattern in patterns if pattern] + [_BufferOverride(None, None)]
             overrides = (_BufferOverride * len(overrides))(*overrides)
@@ -113,12 +131,45 @@ class _Experts:
             return "the model is closed"
         return _native.text(self._lib.edgemoe_model_fault(self.handle))
 
-    def stats(self) -> dict[str, int]:
-        stats = self._ffi.new("struct edgemoe_stats *")
+    def open_cache(self, device: str, n_slots: int, policy: str, misses: str, further: dict) -> bool:
+        """False when the device has no room for so many slots. Raises ModelError."""
+        options = self._ffi.new("struct edgemoe_cache_options *", {"seed": True, "n_staging": 0 if misses == "cpu" else min(N_STAGING, n_slots)} | further)
+        names = [self._ffi.new("char[]", name.encode()) for name in (device, policy, misses)]
+        options.device, options.policy, options.misses = names
+        options.n_slots = n_slots
+        result = self._lib.edgemoe_model_open_cache(self.handle, options)
+        if result < 0:
+            raise ModelError(_native.last_error())
+        return result == 0
+
+    def _read(self, function, struct: str, *arguments) -> dict:
+        """What a getter of the library fills in, by name."""
         if not self.handle:
             raise ModelFault("the model is closed")
-        self._lib.edgemoe_model_get_stats(self.handle, stats)
-        return {name: getattr(stats, name) for name, _ in self._ffi.typeof("struct edgemoe_stats").fields}
+        found = self._ffi.new(f"struct {struct} *")
+        function(self.handle, *arguments, found)
+        return {name: getattr(found, name) for name, _ in self._ffi.typeof(f"struct {struct}").fields}
+
+    def stats(self) -> dict[str, int]:
+        return self._read(self._lib.edgemoe_model_get_stats, "edgemoe_stats")
+
+    def cache_info(self) -> dict:
+        info = self._read(self._lib.edgemoe_model_get_cache_info, "edgemoe_cache_info")
+        return info | {"misses": _native.text(info["misses"])}
+
+    def access_counts(self, phase: int) -> list[dict[str, int]]:
+        """Per layer."""
+        return [self._read(self._lib.edgemoe_model_get_access_counts, "edgemoe_access_counts", phase, i) for i in range(len(self.source.layers))]
+
+    def residents(self, index: int) -> list[int]:
+        experts = self._ffi.new("int32_t[]", self.source.layers[index].n_expert)
+        return list(experts[0 : self._lib.edgemoe_model_get_residents(self.handle, index, experts)])
+
+    def wait_cache(self) -> None:
+        self._lib.edgemoe_model_wait_cache(self.handle)
+
+    def clear_cache(self) -> None:
+        self._lib.edgemoe_model_clear_cache(self.handle)
 
     def close(self) -> None:
         if self.handle:
@@ -158,6 +209,10 @@ def _explained(path: str, reasons: list[str]):
         raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from None
     except jinja2.TemplateError as e:
         raise ModelError(f"{path}: its chat template is broken: {e}") from None
+
+
+def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(c[name] for c in counts) for name in counts[0]}
 
 
 class _GuardedContext(internals.LlamaContext):
@@ -219,22 +274,67 @@ class Llama(llama_cpp.Llama):
         and the dense weights where those stay on the CPU: faster, and different only in the order in which products are added up.
     isa: the instruction set of edgemoe's kernels ("avx512", "avxvnni", "avx2"); by default the best that this CPU has.
     use_extra_bufts: let llama.cpp repack the dense weights at load, into private memory. By default only where edgemoe has no kernels for the CPU.
+    slots, vram, device: expert slots per layer on a device; or what may be used there for everything, in bytes; and which device ("Vulkan0"). By default, with
+        n_gpu_layers and a real GPU, as many as fit beside the rest; otherwise none. cache_plan has what came of it.
+    misses: what becomes of experts that are in no slot: "cpu" computes them in place, "load" loads them first, "auto" does what is faster in the steps that run.
+    policy: which experts stay ("placement:every=32", "lru"); by default placement, or lru with misses="load".
+    cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, most_block_bytes, most_bytes.
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
     """
 
-    def __init__(self, model_path: str | os.PathLike, *args, exact: bool = False, isa: str | None = None, use_extra_bufts: bool | None = None, **kwargs):
+    def __init__(
+        self,
+        model_path: str | os.PathLike,
+        *args,
+        exact: bool = False,
+        isa: str | None = None,
+        use_extra_bufts: bool | None = None,
+        slots: int | None = None,
+        vram: int | None = None,
+        device: str | None = None,
+        misses: str = "auto",
+        policy: str | None = None,
+        cache_options: dict | None = None,
+        **kwargs,
+    ):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
         kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
         path = os.fspath(model_path)
         if use_extra_bufts is None:
             use_extra_bufts = not exact and _native.best_isa() == "none"
         self._experts = _Experts(path, use_extra_bufts, "none" if exact else isa)
+        self.cache_plan = plan_slots(
+            self.source, slots, vram, device, kwargs.get("n_gpu_layers", 0), kwargs.get("n_ctx", 512), kwargs.get("n_ubatch", 512)
+        )
+        self._experts.all_on_device = self._fits_all_by_itself(slots)
         with _announced(self._experts) as reasons, _explained(path, reasons):
             super().__init__(path, *args, **kwargs)
         if type(self.tokenizer_) is LlamaTokenizer:
             self.tokenizer_ = WholePieceTokenizer(self)
         self._guard_context()
+        if self.cache_plan.n_slots and not self._experts.all_on_device:
+            self._open_cache(policy or ("lru" if misses == "load" else "placement"), misses, cache_options or {}, may_shrink=slots is None)
+
+    def _fits_all_by_itself(self, slots: int | None) -> bool:
+        """When every expert fits beside the dense weights, llama.cpp alone is fastest. A package's experts can only come through us."""
+        plan = self.cache_plan
+        return slots is None and plan.fits_all and plan.dense_bytes > 0 and self.source.kind == "stacked"
+
+    def _open_cache(self, policy: str, misses: str, further: dict, may_shrink: bool) -> None:
+        """A driver may have less room than it says: then fewer slots, unless their number was asked for."""
+        n_slots, device = self.cache_plan.n_slots, self.cache_plan.device
+        if device is None:
+            raise ModelError(f"expert slots: {self.cache_plan.reason or 'there is no GPU'}")
+        while n_slots and not self._experts.open_cache(device, n_slots, policy, misses, further):
+            if not may_shrink:
+                raise ModelError(_native.last_error())
+            n_slots = n_slots * 3 // 4
+        if n_slots != self.cache_plan.n_slots:
+            self.cache_plan = self.cache_plan.with_fewer_slots(n_slots, f"{device} had no room for {self.cache_plan.n_slots} slots per layer")
+        self._has_cache = n_slots > 0
+
+    _has_cache = False
 
     @property
     def source(self) -> Source:
@@ -242,9 +342,41 @@ class Llama(llama_cpp.Llama):
         return self._experts.source
 
     def expert_stats(self) -> dict[str, int]:
-        """Counters since the model was opened: n_events, n_pairs (routed pairs), n_accesses (A: distinct experts per event), n_computed_on_cpu (C), n_fused (events computed as
-        one fused step), bytes_accessed, compute_us. All 0 for a dense model."""
-        return self._experts.stats()
+        """Counters since the model was opened: n_events, n_pairs (routed pairs), n_accesses (A: distinct experts per event), n_computed_on_cpu (C), n_on_device,
+        n_refused (pairs that a device could not compute), n_fused (events computed as one fused step), bytes_accessed, compute_us. All 0 for a dense model.
+
+        With expert slots also, of decoding: n_decode_accesses (A), n_decode_hits, n_decode_demand (D), n_decode_computed (C), with A = hits + D + C; and of
+        everything: n_proactive (P), n_evicted, n_failed (loads), bytes_loaded (host to device), stall_us (waiting for D)."""
+        stats = self._experts.stats()
+        if self._has_cache:
+            decode, prompt = (_summed(self._experts.access_counts(phase)) for phase in (0, 1))
+            stats |= {f"n_decode_{name}": decode[f"n_{name}"] for name in ("accesses", "hits", "demand", "computed")}
+            stats |= {name: decode[name] + prompt[name] for name in ("n_proactive", "n_evicted", "n_failed", "bytes_loaded", "stall_us")}
+        return stats
+
+    def expert_stats_by_layer(self) -> list[dict]:
+        """The counters of expert slots per layer: {"layer", "residents", "decode": {...}, "prompt": {...}}; empty without slots."""
+        if not self._has_cache:
+            return []
+        decode, prompt = self._experts.access_counts(0), self._experts.access_counts(1)
+        return [
+            {"layer": layer.layer, "residents": self._experts.residents(i), "decode": decode[i], "prompt": prompt[i]} for i, layer in enumerate(self.source.layers)
+        ]
+
+    def cache_info(self) -> dict:
+        """bytes on the device, pinned (uploads go through pinned memory), misses (what is done with them now), cpu_rate and load_rate in bytes per second (0:
+        not measured yet). Empty without slots."""
+        return self._experts.cache_info() if self._has_cache else {}
+
+    def wait_cache(self) -> None:
+        """Returns when no expert is on its way to the device."""
+        if self._has_cache:
+            self._experts.wait_cache()
+
+    def clear_cache(self) -> None:
+        """Empties the slots and forgets what the policy has learned."""
+        if self._has_cache:
+            self._experts.clear_cache()
 
     def _guard_context(self) -> None:
         # The context that llama_cpp made becomes one that checks each batch; llama_cpp.Llama offers no place to hand in another class.

@@ -7,6 +7,7 @@ Only the standard library is used, and nothing of edgemoe: scripts/setup.sh runs
 import math
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 # cgroup v1 writes "no limit" as the largest multiple of the page size that fits in 63 bits.
 NO_LIMIT = 1 << 60
 BYTES_PER_BUILD_JOB = 1 << 30
+UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}  # bits to shift by
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ def human_bytes(n):
             return f"{n:.0f} bytes" if unit == "bytes" else f"{n:.1f} {unit}"
         n /= 1024
     return f"{n:.1f} TiB"
+
+
+def parse_bytes(text):
+    """'6G', '6GiB', '6 gb' -> 6442450944: units are powers of 1024, a bare number is bytes. ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b?)", text.strip().lower(), re.ASCII)
+    if not match:
+        raise ValueError(f"{text}: wanted a size such as 6G or 512M")
+    return int(float(match[1]) * (1 << UNITS[match[2] or ""]))
 
 
 def affinity():

@@ -47,6 +47,13 @@ class Reply:
         accesses = self.experts.get("n_accesses", 0)
         if accesses:
             parts.append(f"experts {accesses} accesses, {self.experts['n_computed_on_cpu']} computed on the CPU in place, {self.experts['bytes_accessed'] / 1e6:.0f} MB read")
+        asked = self.experts.get("n_decode_accesses", 0)
+        if asked:
+            e = self.experts
+            parts.append(
+                f"slots {e['n_decode_hits']} hits of {asked} ({e['n_decode_hits'] / asked:.0%}), D {e['n_decode_demand']}, P {e['n_proactive']}, C {e['n_decode_computed']}, "
+                f"{e['bytes_loaded'] / 1e6:.0f} MB loaded, {e['stall_us'] / 1e6:.2f} s waited"
+            )
         return " | ".join(parts)
 
     def as_dict(self) -> dict:

@@ -4,18 +4,20 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-usage: scripts/setup.sh [--test] [--quiet] [--help]
+usage: scripts/setup.sh [--test] [--vulkan] [--quiet] [--help]
 
 Installs missing tools (apt-get, only if something is missing), makes .venv, builds llama-cpp-python for this CPU
 (minutes; the wheel is kept in a cache) and installs edgemoe. Ends with .venv/bin/edgemoe.
 
   --test    also install what the tests need
+  --vulkan  build llama.cpp with its Vulkan backend, for a GPU (takes twice as long). To be given each time: without it,
+            setup.sh goes back to the wheel for the CPU. Both stay in the cache, so that takes seconds
   --quiet   print nothing unless something fails
 
 environment:
   EDGEMOE_CACHE   where built wheels are kept (default: ${XDG_CACHE_HOME:-~/.cache}/edgemoe)
-  CMAKE_ARGS      passed to llama.cpp's build, e.g. CMAKE_ARGS=-DGGML_VULKAN=ON for a GPU through Vulkan (Debian, Ubuntu:
-                  apt-get install libvulkan-dev glslc spirv-headers first); each setting has a wheel of its own
+  CMAKE_ARGS      passed to llama.cpp's build, e.g. CMAKE_ARGS=-DGGML_CUDA=ON; each setting has a wheel of its own
+  VULKAN_SDK      where Vulkan's headers, loader and glslc are, if not the system's
   PYTHON, CC, CXX, CFLAGS, CXXFLAGS, CMAKE_BUILD_PARALLEL_LEVEL, PIP_*   as usual
 EOF
 }
@@ -23,10 +25,11 @@ EOF
 llama_version=0.3.36
 core_minutes=13  # what compiling llama.cpp took on one core of a server of 2023
 
-test_extra='' quiet=''
+test_extra='' quiet='' vulkan=''
 for argument in "$@"; do
     case $argument in
         --test) test_extra=1 ;;
+        --vulkan) vulkan=1 ;;
         --quiet) quiet=1 ;;
         --help | -h) usage; exit 0 ;;
         *) usage >&2; exit 2 ;;
@@ -187,6 +190,46 @@ ensure_tools() {
     find_compilers || fail "${cxx[*]} does not compile a small program" "unset CC and CXX, or point them at a working compiler"
 }
 
+# --- Vulkan -------------------------------------------------------------------------------------------------------
+
+macro() {  # macro HEADER NAME: what NAME stands for; fails if there is no such header
+    local text
+    text=$(printf '#include <%s>\n%s\n' "$1" "$2" |
+        "${cxx[@]}" -I"${VULKAN_SDK:-/usr}/include" -E -P -x c++ - 2>/dev/null) || return 1
+    printf '%s\n' "${text##*$'\n'}"
+}
+
+find_vulkan_headers() { vulkan_version=$(macro vulkan/vulkan_core.h VK_HEADER_VERSION); }
+
+find_spirv_headers() { spirv_version=$(macro spirv/unified1/spirv.hpp SPV_VERSION.SPV_REVISION); }
+
+find_glslc() { glslc=$(PATH="${VULKAN_SDK:+$VULKAN_SDK/bin:}$PATH" command -v glslc); }
+
+has_vulkan_driver() {  # drivers describe themselves where Vulkan's loader looks for them
+    local file
+    [ -z "${VK_DRIVER_FILES:-}${VK_ICD_FILENAMES:-}" ] || return 0
+    for file in {/etc,/usr/share,/usr/local/share,"$HOME/.local/share"}/vulkan/icd.d/*.json; do
+        if [ -f "$file" ]; then return 0; fi
+    done
+    return 1
+}
+
+ensure_vulkan() {  # sets glslc, vulkan_version and spirv_version
+    local missing=()
+    find_vulkan_headers || missing+=(libvulkan-dev)
+    find_spirv_headers || missing+=(spirv-headers)
+    find_glslc || missing+=(glslc)
+    has_vulkan_driver || missing+=(mesa-vulkan-drivers)
+    [ ${#missing[@]} -eq 0 ] && return
+    apt_install "${missing[@]}"
+    if ! { find_vulkan_headers && find_spirv_headers && find_glslc; }; then
+        fail "${missing[*]} installed, but ${cxx[*]} does not see all of it" \
+            "unset VULKAN_SDK, CC and CXX, then run scripts/setup.sh --vulkan again"
+    fi
+}
+
+lacks_layer_settings() { [ -n "$vulkan" ] && [ "$vulkan_version" -lt 272 ]; }
+
 # --- .venv --------------------------------------------------------------------------------------------------------
 
 venv_is_current() {
@@ -229,11 +272,16 @@ choose_flags() {
     # GCC 12 miscompiles ggml's AMX tile configuration: the first batch of tokens then dies with SIGSEGV or SIGILL.
     # No layout that edgemoe uses gains from AMX, so it is off wherever the CPU has it, whatever the compiler.
     local amx_off="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-    amx=
+    variant=
     # shellcheck disable=SC2086
     if grep -qsw amx_tile /proc/cpuinfo && "${cxx[@]}" $amx_off -x c++ -fsyntax-only /dev/null 2>/dev/null; then
-        amx=", without AMX"
+        variant=", without AMX"
         export CFLAGS="${CFLAGS:+$CFLAGS }$amx_off" CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$amx_off"
+    fi
+    if [ -n "$vulkan" ]; then
+        variant+=", with Vulkan"
+        core_minutes=$((core_minutes * 2))  # its shaders are compiled for every type of weights
+        export CMAKE_ARGS="${CMAKE_ARGS:+$CMAKE_ARGS }-DGGML_VULKAN=ON"
     fi
     export CC="${cc[*]}" CXX="${cxx[*]}"
     if [ -z "${CMAKE_BUILD_PARALLEL_LEVEL:-}" ]; then
@@ -253,6 +301,13 @@ describe_build() {  # everything that the bytes of the wheel depend on
     # The build is for this very CPU (-march=native).
     sed -nE '/^$/q; /^(model name|flags|Features|CPU (implementer|part|variant))/p' /proc/cpuinfo 2>/dev/null ||
         sysctl -n machdep.cpu.brand_string
+    [ -z "$vulkan" ] || describe_vulkan
+}
+
+describe_vulkan() {
+    printf 'Vulkan headers %s, SPIR-V headers %s\n' "$vulkan_version" "$spirv_version"
+    "$glslc" --version
+    if lacks_layer_settings; then printf 'layer settings: %s\n' "$(cksum <scripts/vulkan_layer_settings.hpp)"; fi
 }
 
 find_wheel() {  # sets wheel, empty if it is not in the cache
@@ -270,10 +325,16 @@ build_wheel() {
     partial=$(mktemp -d "$cache/wheels/.partial-XXXXXX")
     mkdir "$partial/tmp" "$partial/out"
     describe_build >"$partial/out/build.txt"
+    local settings=(TMPDIR="$partial/tmp")
+    if lacks_layer_settings; then
+        # By name and search path: a checkout's full path may hold spaces. Not exported: edgemoe is built without it.
+        settings+=(CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }-include vulkan_layer_settings.hpp"
+            CPLUS_INCLUDE_PATH="$root/scripts${CPLUS_INCLUDE_PATH:+:$CPLUS_INCLUDE_PATH}")
+    fi
     # --no-cache-dir: pip's own cache knows a wheel by its version, not by its flags.
-    step "building llama-cpp-python $llama_version for this CPU$amx, $CMAKE_BUILD_PARALLEL_LEVEL jobs (about $minutes min)" \
-        "see $log; short of memory? CMAKE_BUILD_PARALLEL_LEVEL=1 scripts/setup.sh" \
-        env TMPDIR="$partial/tmp" "$venv/bin/python" -m pip wheel -v --no-deps --no-build-isolation --no-cache-dir \
+    step "building llama-cpp-python $llama_version for this CPU$variant, $CMAKE_BUILD_PARALLEL_LEVEL jobs (about $minutes min)" \
+        "see $log; short of memory? CMAKE_BUILD_PARALLEL_LEVEL=1 scripts/setup.sh${vulkan:+ --vulkan}" \
+        env "${settings[@]}" "$venv/bin/python" -m pip wheel -v --no-deps --no-build-isolation --no-cache-dir \
         --no-binary llama-cpp-python -w "$partial/out" "llama-cpp-python==$llama_version"
     rm -rf "${cache:?}/wheels/$key"
     mv "$partial/out" "$cache/wheels/$key"
@@ -340,6 +401,7 @@ fi
 
 python='' python_name='' cc=() cxx=()
 ensure_tools
+[ -z "$vulkan" ] || ensure_vulkan
 export PATH="$venv/bin:$PATH"
 choose_flags
 ensure_venv

@@ -12,6 +12,7 @@ PYTHON = [
     {"errors", "machine"},
     {"_native"},
     {"package", "devices", "tokenizer", "probe"},
+    {"cache_plan"},
     {"plan", "engine"},
     {"session", "verify", "doctor"},
     {"chat"},
@@ -19,7 +20,11 @@ PYTHON = [
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
 KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x86_blocks", "kernel_table", "avx2_blocks", "avx2_tile", "avx2_kernels", "avx2", "avxvnni", "avx512_blocks", "avx512_tile", "avx512")]
-NATIVE = ["file", "gguf_file", "source", "store", *KERNELS, "weights", "elementwise", "products", "graph_plan", "executor", "backend", "api"]
+TIER = ["residency", "policy", "loader", "miss_choice", "tier"]
+NATIVE = [
+    "file", "gguf_file", "source", "store", *TIER, "device_slots", "device_cache", *KERNELS, "weights", "elementwise", "expert_block", "device_runner", "products", "graph_plan",
+    "executor", "backend", "api",
+]
 
 
 def imports(path: Path) -> set[str]:
@@ -83,6 +88,15 @@ def test_kernels_know_nothing_else_of_ours():
         if name in KERNELS:
             headers = re.findall(r'#include "(\w+)\.h"', path.read_text())
             assert all(f"kernels/{header}" in KERNELS or header == "ggml" for header in headers), path.name
+
+
+@pytest.mark.parametrize("name", TIER)
+def test_decisions_know_nothing_of_ggml_or_files(name):
+    for path, its_name in native_sources().items():
+        if its_name == name:
+            headers = re.findall(r'#include "([\w-]+)\.h"', path.read_text())
+            assert all(header in TIER for header in headers), path.name
+            assert name in ("loader", "tier") or not re.search(r"#include <(mutex|thread|atomic|condition_variable)>", path.read_text()), path.name
 
 
 def test_only_backend_knows_the_internal_structs():

@@ -61,10 +61,57 @@ struct edgemoe_stats {
     uint64_t n_pairs;             // routed (token, expert) pairs
     uint64_t n_accesses;          // A: distinct experts, summed over the events
     uint64_t n_computed_on_cpu;   // C: of these, computed on the CPU where they lie
+    uint64_t n_on_device;         // of these, computed on the device of the expert cache
+    uint64_t n_refused;           // routed pairs that the device should have computed, and did not: the CPU did
     uint64_t n_fused;             // events computed as one fused step by edgemoe's kernels
     uint64_t bytes_accessed;      // A in bytes
     uint64_t compute_us;          // inside the expert products
 };
+
+// The expert cache: slots on a device.
+struct edgemoe_cache_options {
+    const char * device;          // as edgemoe_get_device names it; not used by a replay
+    uint32_t     n_slots;         // per layer
+    const char * policy;          // a name, or name:key=value,...
+    const char * misses;          // cpu, load, auto
+    bool         strict;          // a miss comes in only if it was used more often than what it replaces
+    uint32_t     most_inserts;    // per event, for policies that bring misses in; 0: no limit
+    bool         seed;            // prompts are a reason to come in
+    uint32_t     n_staging;       // slots for all layers together, through which prompts stream experts
+    uint64_t     most_block_bytes;   // per tensor; 0: as the device allows
+    uint64_t     most_bytes;      // on the device; 0: as it has
+    uint32_t     fail_every;      // for tests: every so manieth upload fails; 0: none
+};
+
+struct edgemoe_cache_info {
+    uint64_t bytes;               // on the device
+    bool     pinned;              // uploads go through pinned memory
+    const char * misses;          // what is done with them now: cpu, load, split
+    double   cpu_rate;            // bytes per second of experts computed on the CPU, of the first layer's kind; 0: not measured yet
+    double   load_rate;           // and loaded
+};
+
+// Events of decoding (up to 16 tokens) and of prompts are counted apart. A = hits + D + C.
+enum edgemoe_phase { EDGEMOE_DECODE, EDGEMOE_PROMPT };
+
+struct edgemoe_access_counts {
+    uint64_t n_events;
+    uint64_t n_accesses;          // A: distinct experts, summed over the events
+    uint64_t n_hits;
+    uint64_t n_demand;            // D: demand loads
+    uint64_t n_computed;          // C: computed on the CPU
+    uint64_t n_proactive;         // P: loads that no event waited for
+    uint64_t n_evicted;
+    uint64_t n_failed;            // loads
+    uint64_t bytes_loaded;        // by D and P
+    uint64_t stall_us;            // waited for D
+};
+
+// One layer's cache without a model: experts are in their slots as soon as they are asked for. For tests and simulation.
+typedef struct edgemoe_replay edgemoe_replay;
+
+// What to do with misses, from measurements alone: for tests and simulation.
+typedef struct edgemoe_choice edgemoe_choice;
 
 const char * edgemoe_last_error(void);
 
@@ -114,6 +161,39 @@ int                    edgemoe_model_loaded(edgemoe_model * model);
 // NULL, or one line: what made the last results unusable (a file cut while running, a fork, a bad expert id).
 const char *           edgemoe_model_fault(edgemoe_model * model);
 void                   edgemoe_model_get_stats(const edgemoe_model * model, struct edgemoe_stats * stats);
+
+// Puts expert slots on a device; once per model, before anything is computed. 0; 1 when the device has no room for so many; -1.
+int                    edgemoe_model_open_cache(edgemoe_model * model, const struct edgemoe_cache_options * options);
+// These ask for an open cache. `layer` is an index among the layers with experts.
+void                   edgemoe_model_get_cache_info(const edgemoe_model * model, struct edgemoe_cache_info * info);
+int                    edgemoe_model_get_access_counts(const edgemoe_model * model, int phase, uint32_t layer, struct edgemoe_access_counts * counts);
+// Fills `experts` (room for as many as the layer has) with those that are in their slots and returns how many; -1.
+int                    edgemoe_model_get_residents(const edgemoe_model * model, uint32_t layer, int32_t * experts);
+void                   edgemoe_model_wait_cache(edgemoe_model * model);    // until nothing is on its way
+void                   edgemoe_model_clear_cache(edgemoe_model * model);   // between computations
+
+edgemoe_replay *       edgemoe_replay_open(uint32_t n_expert, const struct edgemoe_cache_options * options);
+void                   edgemoe_replay_close(edgemoe_replay * replay);
+// `n` distinct experts in ascending order, with the number of tokens that use each, of n_tokens. 0, or -1.
+int                    edgemoe_replay_event(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens);
+// The same, but the event does not end before edgemoe_replay_release: its experts stay pinned.
+int                    edgemoe_replay_hold(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens);
+void                   edgemoe_replay_release(edgemoe_replay * replay);
+void                   edgemoe_replay_get_counts(const edgemoe_replay * replay, int phase, struct edgemoe_access_counts * counts);
+int                    edgemoe_replay_get_residents(const edgemoe_replay * replay, int32_t * experts);
+
+// `misses`: cpu, load, auto.
+edgemoe_choice *       edgemoe_choice_open(const char * misses);
+void                   edgemoe_choice_close(edgemoe_choice * choice);
+const char *           edgemoe_choice_mode(const edgemoe_choice * choice);   // cpu, load, split
+uint32_t               edgemoe_choice_n_to_load(const edgemoe_choice * choice, uint32_t n_misses);
+// Measured: bytes per second computed on the CPU, and loaded; and a step that took so long for so many routed pairs.
+void                   edgemoe_choice_rates(edgemoe_choice * choice, double cpu, double load);
+void                   edgemoe_choice_step(edgemoe_choice * choice, double seconds, int64_t n_pairs);
+// Prompts: routed pairs per second on the CPU and experts per second on the device, measured (0: nothing new); then how many of `n` missing experts to stream,
+// whose numbers of tokens are given, the largest first, when one takes load_seconds (0: not measured yet).
+uint32_t               edgemoe_choice_n_to_stream(edgemoe_choice * choice, double pairs_per_second, double experts_per_second, const int32_t * n_tokens_of, uint32_t n,
+                                                  double load_seconds);
 
 // Ctrl-C inside llama_decode: between watch(true) and watch(false) SIGINT sets a flag that edgemoe_interrupted reads, and nothing else. It is a
 // ggml_abort_callback; its argument is ignored. The handler that was installed before (Python's) is put back by watch(false) and not called: its

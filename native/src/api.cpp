@@ -25,6 +25,16 @@ struct edgemoe_model {
     std::string            fault;
 };
 
+struct edgemoe_replay {
+    tier                     layer;
+    std::vector<tier::visit> held;
+};
+
+struct edgemoe_choice {
+    miss_choice   misses;
+    stream_choice prompts;
+};
+
 static thread_local std::string last_error;
 
 template <typename F> static auto guarded(F && body, decltype(body()) failed) -> decltype(body()) {
@@ -99,6 +109,40 @@ static bool multiply(ggml_type type, isa level, bool tiled, const void * w, size
         k->multiply(tile, n, n_tile_rows, qs.data(), n_tokens, ys.data());
     }
     return true;
+}
+
+static tier_options tier_options_of(const edgemoe_cache_options & o) {
+    return { (int32_t) std::min<uint32_t>(o.n_slots, INT32_MAX), o.policy, o.misses, { o.strict, o.most_inserts ? (int32_t) o.most_inserts : INT32_MAX }, o.seed, (int32_t) o.n_staging };
+}
+
+static edgemoe_access_counts border(const access_counts & c) {
+    return { c.n_events, c.n_accesses, c.n_hits, c.n_demand, c.n_computed, c.n_proactive, c.n_evicted, c.n_failed, c.bytes_loaded, c.stall_us };
+}
+
+static int copy(const std::vector<int32_t> & from, int32_t * to) {
+    std::copy(from.begin(), from.end(), to);
+    return (int) from.size();
+}
+
+static const tier & tier_of(const edgemoe_model * model, uint32_t layer) {
+    if (!model->m->cache) {
+        throw std::logic_error("the model has no expert slots");
+    }
+    const tier & t = model->m->cache->experts;
+    if (layer >= t.n_layers()) {
+        throw std::out_of_range("layer index " + std::to_string(layer) + ", wanted less than " + std::to_string(t.n_layers()));
+    }
+    return t;
+}
+
+static tier::visit begin(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
+    for (uint32_t i = 0; i < n; i++) {
+        if (experts[i] < (i ? experts[i - 1] + 1 : 0) || experts[i] >= replay->layer.n_expert(0)) {
+            throw std::out_of_range("event: expert " + std::to_string(experts[i]) + " at place " + std::to_string(i) + ", wanted distinct ones below " +
+                std::to_string(replay->layer.n_expert(0)) + " in ascending order");
+        }
+    }
+    return replay->layer.begin(0, { { experts, experts + n }, { n_tokens_of, n_tokens_of + n }, n_tokens });
 }
 
 extern "C" {
@@ -245,7 +289,95 @@ const char * edgemoe_model_fault(edgemoe_model * model) {
 
 void edgemoe_model_get_stats(const edgemoe_model * model, edgemoe_stats * stats) {
     const counters & c = model->m->held.count;
-    *stats = { c.n_events, c.n_pairs, c.n_accesses, c.n_computed_on_cpu, c.n_fused, c.bytes_accessed, c.compute_us };
+    *stats = { c.n_events, c.n_pairs, c.n_accesses, c.n_accesses - c.n_on_device, c.n_on_device, c.n_refused, c.n_fused, c.bytes_accessed, c.compute_us };
+}
+
+int edgemoe_model_open_cache(edgemoe_model * model, const edgemoe_cache_options * o) {
+    return guarded([&] {
+        try {
+            model->m->open_cache({ o->device, tier_options_of(*o), o->most_block_bytes, o->most_bytes, o->fail_every });
+            return 0;
+        } catch (const no_room & e) {
+            last_error = e.what();
+            return 1;
+        }
+    }, -1);
+}
+
+void edgemoe_model_get_cache_info(const edgemoe_model * model, edgemoe_cache_info * info) {
+    const device_cache & c = *model->m->cache;
+    *info = { c.slots.bytes(), c.slots.has_pinned(), miss_mode_name(c.experts.mode()), c.experts.cpu_rate(0), c.experts.load_rate(0) };
+}
+
+int edgemoe_model_get_access_counts(const edgemoe_model * model, int phase, uint32_t layer, edgemoe_access_counts * counts) {
+    return guarded([&] { *counts = border(tier_of(model, layer).counts((tier::phase) phase, layer)); return 0; }, -1);
+}
+
+int edgemoe_model_get_residents(const edgemoe_model * model, uint32_t layer, int32_t * experts) {
+    return guarded([&] { return copy(tier_of(model, layer).residents(layer), experts); }, -1);
+}
+
+void edgemoe_model_wait_cache(edgemoe_model * model) { model->m->cache->experts.wait_idle(); }
+
+void edgemoe_model_clear_cache(edgemoe_model * model) { model->m->cache->experts.clear(); }
+
+edgemoe_replay * edgemoe_replay_open(uint32_t n_expert, const edgemoe_cache_options * o) {
+    return guarded([&] { return new edgemoe_replay { { { { (int32_t) n_expert, 1, 0 } }, tier_options_of(*o), nullptr }, {} }; }, nullptr);
+}
+
+void edgemoe_replay_close(edgemoe_replay * replay) { delete replay; }
+
+int edgemoe_replay_event(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
+    return guarded([&] {
+        tier::visit v = begin(replay, experts, n_tokens_of, n, n_tokens);
+        replay->layer.wait(v);
+        replay->layer.end(v, {});
+        return 0;
+    }, -1);
+}
+
+int edgemoe_replay_hold(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
+    return guarded([&] {
+        replay->held.push_back(begin(replay, experts, n_tokens_of, n, n_tokens));
+        replay->layer.wait(replay->held.back());
+        return 0;
+    }, -1);
+}
+
+void edgemoe_replay_release(edgemoe_replay * replay) {
+    for (tier::visit & v : replay->held) {
+        replay->layer.end(v, {});
+    }
+    replay->held.clear();
+}
+
+void edgemoe_replay_get_counts(const edgemoe_replay * replay, int phase, edgemoe_access_counts * counts) {
+    *counts = border(replay->layer.counts((tier::phase) phase, 0));
+}
+
+int edgemoe_replay_get_residents(const edgemoe_replay * replay, int32_t * experts) { return copy(replay->layer.residents(0), experts); }
+
+edgemoe_choice * edgemoe_choice_open(const char * misses) {
+    return guarded([&] { return new edgemoe_choice { miss_choice(misses), {} }; }, nullptr);
+}
+
+void edgemoe_choice_close(edgemoe_choice * choice) { delete choice; }
+
+const char * edgemoe_choice_mode(const edgemoe_choice * choice) { return miss_mode_name(choice->misses.mode()); }
+
+uint32_t edgemoe_choice_n_to_load(const edgemoe_choice * choice, uint32_t n_misses) { return (uint32_t) choice->misses.n_to_load((int32_t) n_misses, 0); }
+
+void edgemoe_choice_rates(edgemoe_choice * choice, double cpu, double load) {
+    choice->misses.computed(0, cpu, 1);
+    choice->misses.loaded(0, load, 1);
+}
+
+void edgemoe_choice_step(edgemoe_choice * choice, double seconds, int64_t n_pairs) { choice->misses.step(seconds, n_pairs); }
+
+uint32_t edgemoe_choice_n_to_stream(edgemoe_choice * choice, double pairs_per_second, double experts_per_second, const int32_t * n_tokens_of, uint32_t n, double load_seconds) {
+    choice->prompts.computed(0, pairs_per_second, 1);
+    choice->prompts.on_device(0, experts_per_second, 1);
+    return (uint32_t) choice->prompts.n_to_stream({ n_tokens_of, n_tokens_of + n }, (int32_t) n, 0, load_seconds);
 }
 
 void edgemoe_watch_interrupts(bool on) { watch_interrupts(on); }

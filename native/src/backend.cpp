@@ -153,6 +153,16 @@ void model::loaded() {
     }
 }
 
+void model::open_cache(const cache_options & options) {
+    if (cache) {
+        throw std::logic_error("the model has its expert slots already");
+    }
+    if (src->layers.empty()) {
+        throw std::invalid_argument("a dense model has no experts to put into slots");
+    }
+    cache = std::make_unique<device_cache>(*src, bytes, options);
+}
+
 std::string model::fault() {
     if (dense.lost()) {
         held.set_fault("a file of the model was cut while the model was running; restore it and open the model again");
@@ -167,9 +177,10 @@ static bool is_in_our_buffer(const ggml_tensor * t) { return t->buffer && is_our
 
 static owned lookup_weight(const ggml_tensor * t) {
     if (is_in_our_buffer(t) && weight_of(t)) {
-        return { weight_of(t), &model_of(t->buffer->buft).held };
+        model & m = model_of(t->buffer->buft);
+        return { weight_of(t), &m.held, m.cache.get() };
     }
-    return { nullptr, nullptr };
+    return {};
 }
 
 static executor & executor_of(ggml_backend_t backend) { return *(executor *) backend->context; }

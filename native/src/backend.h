@@ -22,6 +22,8 @@ struct model {
 
     // libllama has loaded: waits until all experts are mapped, and guards libllama's own mappings too. Throws what is wrong with the package.
     void loaded();
+    // Puts expert slots on a device. Throws; once per model.
+    void open_cache(const cache_options & options);
     // Empty, or why the last results are worthless.
     std::string fault();
     void * buffer_type();   // a ggml_backend_buffer_type_t
@@ -32,6 +34,7 @@ struct model {
 
     store                       bytes;
     weights                     held;
+    std::unique_ptr<device_cache> cache;    // NULL: every expert is computed on the CPU
     std::unique_ptr<ghost_file> ghost;      // package only
 
 private:

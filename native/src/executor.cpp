@@ -1,7 +1,10 @@
 #include "executor.h"
 
 #include <algorithm>
+#include <cassert>
 #include <chrono>
+#include <cstring>
+#include <set>
 #include <stdexcept>
 
 namespace edgemoe {
@@ -13,6 +16,7 @@ executor::executor() : cpu(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CP
 }
 
 executor::~executor() {
+    ggml_gallocr_free(block_memory);
     ggml_backend_free(cpu);
 }
 
@@ -25,6 +29,9 @@ void executor::set_n_threads(int n) {
     n_threads = n;
     if (auto set = cpu_function<ggml_backend_set_n_threads_t>(cpu, "ggml_backend_set_n_threads")) {
         set(cpu, n);
+    }
+    if (runner) {
+        runner->set_n_threads(n);
     }
 }
 
@@ -67,7 +74,6 @@ bool executor::check_ids(const ggml_tensor * ids, const owned & w, bool counts_a
     c.n_events          += 1;
     c.n_pairs           += (uint64_t) (ids->ne[0] * ids->ne[1]);
     c.n_accesses        += n_distinct;
-    c.n_computed_on_cpu += n_distinct;
     c.bytes_accessed    += n_distinct * w.weight->bytes_per_expert;
     return true;
 }
@@ -77,23 +83,223 @@ static void run_step(ggml_tensor *, int thread, int n_threads, void * data) noex
     ((step *) data)->run(thread, n_threads);
 }
 
-ggml_status executor::compute_plan(const graph_plan & plan) {
-    const size_t n = plan.items.size();
+// Items [first, end), none of them a block, in one graph.
+ggml_status executor::compute_items(const graph_plan & plan, size_t first, size_t end) {
+    const size_t n = end - first;
+    if (n == 0) {
+        return GGML_STATUS_SUCCESS;
+    }
     if (!context || n > context_items) {
         context_items = std::max<size_t>(2 * n, 64);
         context.reset(ggml_init({ /*.mem_size =*/ context_items * ggml_tensor_overhead() + ggml_graph_overhead_custom(context_items, false), nullptr, /*.no_alloc =*/ true }));
     }
     ggml_reset(context.get());
     ggml_cgraph * graph = ggml_new_graph_custom(context.get(), context_items, false);
-    for (const graph_plan::item & item : plan.items) {
-        ggml_tensor * node = item.node;
-        if (item.ours) {
-            node = ggml_custom_4d(context.get(), GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, run_step, GGML_N_TASKS_MAX, item.ours);
+    for (size_t i = first; i < end; i++) {
+        ggml_tensor * node = plan.items[i].node;
+        if (plan.items[i].ours) {
+            node = ggml_custom_4d(context.get(), GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, run_step, GGML_N_TASKS_MAX, plan.items[i].ours);
             node->flags |= GGML_TENSOR_FLAG_COMPUTE;
         }
         ggml_graph_add_node(graph, node);
     }
     return ggml_backend_graph_compute(cpu, graph);
+}
+
+ggml_status executor::compute_plan(const graph_plan & plan, const owned & of) {
+    ggml_status status = GGML_STATUS_SUCCESS;
+    size_t first = 0;
+    for (size_t i = 0; i <= plan.items.size() && status == GGML_STATUS_SUCCESS; i++) {
+        if (i == plan.items.size() || plan.items[i].block) {
+            status = compute_items(plan, first, i);
+            first = i + 1;
+            if (status == GGML_STATUS_SUCCESS && i < plan.items.size()) {
+                status = compute_block(*plan.items[i].block, of);
+            }
+        }
+    }
+    return status;
+}
+
+// --- blocks: experts on a device and on the CPU at the same time ---
+
+void executor::prepare_runner(device_cache & cache) {
+    if (!runner || &runner->slots != &cache.slots) {
+        runner = std::make_unique<device_runner>(cache.slots);
+        runner->set_n_threads(n_threads);
+    }
+}
+
+static event event_of(const expert_block & b) {
+    const size_t n_expert = (size_t) b.down->tensor->ne[2];
+    std::vector<int32_t> count(n_expert, 0);
+    for (int64_t t = 0; t < b.n_tokens(); t++) {
+        for (int64_t k = 0; k < b.n_used(); k++) {
+            count[(size_t) b.expert_of(t, k)]++;
+        }
+    }
+    event e = { {}, {}, b.n_tokens() };
+    for (size_t i = 0; i < n_expert; i++) {
+        if (count[i]) {
+            e.experts.push_back((int32_t) i);
+            e.n_tokens_of.push_back(count[i]);
+        }
+    }
+    return e;
+}
+
+// Pairs whose rows go to the block's output, by our kernels, or by ggml's where there are none (or none are wanted).
+ggml_status executor::compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input) {
+    if (pairs.empty()) {
+        return GGML_STATUS_SUCCESS;
+    }
+    if (have_kernels(b)) {
+        std::vector<graph_plan::block_pair> all;
+        for (const placed_pair & p : pairs) {
+            all.push_back({ p.token, p.k, p.x });
+        }
+        block_rows.clear();
+        const graph_plan plan(b, all, block_rows, n_threads);
+        return compute_items(plan, 0, plan.items.size());
+    }
+    std::vector<ggml_tensor *> weights, biases;
+    const size_t n_tensors = 16 + 4 * (b.products.size() + b.chain.size());
+    const std::unique_ptr<ggml_context, deleter> c(ggml_init({ n_tensors * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, /*.no_alloc =*/ true }));
+    for (const expert_block::product & p : b.products) {
+        weights.push_back(p.weight->tensor);
+    }
+    weights.push_back(b.down->tensor);
+    for (const expert_block::bias & bias : b.biases()) {
+        ggml_tensor * of = const_cast<ggml_tensor *>(bias.of);
+        biases.push_back(ggml_view_2d(c.get(), of, bias.n_rows, of->ne[1], of->nb[1], (size_t) bias.row * sizeof(float)));
+        biases.back()->data   = (char *) of->data + (size_t) bias.row * sizeof(float);
+        biases.back()->buffer = of->buffer;
+    }
+    const block_graph g = build_graph(c.get(), b, weights, biases, (int64_t) pairs.size(), one_input);
+    ggml_cgraph * graph = ggml_new_graph_custom(c.get(), n_tensors, false);
+    ggml_build_forward_expand(graph, g.output);
+    block_memory = block_memory ? block_memory : ggml_gallocr_new(ggml_backend_cpu_buffer_type());
+    if (!ggml_gallocr_alloc_graph(block_memory, graph)) {
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    for (size_t i = 0; i < pairs.size(); i++) {
+        ((int32_t *) g.ids->data)[i] = pairs[i].expert;
+        if (g.bias_ids) {
+            ((int32_t *) g.bias_ids->data)[i] = pairs[i].expert;
+        }
+        if (i == 0 || !one_input) {
+            memcpy((float *) g.x->data + (int64_t) i * b.n_in(), pairs[i].x, (size_t) b.n_in() * sizeof(float));
+        }
+    }
+    const ggml_status status = ggml_backend_graph_compute(cpu, graph);
+    for (size_t i = 0; i < pairs.size() && status == GGML_STATUS_SUCCESS; i++) {
+        memcpy(b.output_row(pairs[i].token, pairs[i].k), (const float *) g.output->data + (int64_t) i * b.n_out(), (size_t) b.n_out() * sizeof(float));
+    }
+    return status;
+}
+
+static size_t n_experts_of(const std::vector<placed_pair> & pairs) {
+    std::set<int32_t> experts;
+    for (const placed_pair & p : pairs) {
+        experts.insert(p.expert);
+    }
+    return experts.size();
+}
+
+ggml_status executor::compute_block(const expert_block & b, const owned & of) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto seconds_since = [](std::chrono::steady_clock::time_point then) { return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count(); };
+    tier & experts = of.cache->experts;
+    try {
+        prepare_runner(*of.cache);
+    } catch (const std::runtime_error & e) {
+        of.model->set_fault(e.what());
+        return GGML_STATUS_FAILED;
+    }
+    device_runner & device = *runner;
+
+    // The block's output may lie where its input is: llama.cpp's graph needs the input no longer once it has the first products, but we do.
+    const int64_t per_token = b.x_per_pair() ? b.n_used() : 1, n_in = b.n_in();
+    inputs.clear();
+    float * x = (float *) inputs.take((size_t) (b.n_tokens() * per_token * n_in) * sizeof(float));
+    for (int64_t t = 0; t < b.n_tokens(); t++) {
+        for (int64_t k = 0; k < per_token; k++) {
+            memcpy(x + (t * per_token + k) * n_in, b.x_row(t, k), (size_t) n_in * sizeof(float));
+        }
+    }
+    // Whatever happens, the visit ends: its experts are pinned until then.
+    struct open_visit {
+        tier & experts;
+        tier::visit v;
+        tier::cost cost;
+        std::chrono::steady_clock::time_point start;
+        ~open_visit() {
+            cost.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+            experts.end(v, cost);
+        }
+    };
+    open_visit opened = { experts, experts.begin(b.layer(), event_of(b)), { 0, 0, 0, 0, 0, b.n_tokens() * b.n_used() }, start };
+    tier::visit & visit = opened.v;
+    tier::cost & cost = opened.cost;
+    // An expert that is named twice by one token must not stand twice in one row of ids: devices take that for an error, or worse.
+    const bool one_input = b.n_tokens() == 1 && !b.x_per_pair() && (int64_t) visit.e.experts.size() == b.n_used();
+    std::vector<size_t> index((size_t) b.down->tensor->ne[2], 0);
+    for (size_t i = 0; i < visit.e.experts.size(); i++) {
+        index[(size_t) visit.e.experts[i]] = i;
+    }
+    // Each routed pair goes one way: to the device now, to the device when its expert has arrived, or to the CPU.
+    std::vector<placed_pair> now, later, here;
+    for (int64_t t = 0; t < b.n_tokens(); t++) {
+        for (int64_t k = 0; k < b.n_used(); k++) {
+            const int32_t expert = b.expert_of(t, k);
+            const size_t i = index[(size_t) expert];
+            const placed_pair p = { (int32_t) t, (int32_t) k, expert, visit.slot[i], x + (t * per_token + (b.x_per_pair() ? k : 0)) * n_in };
+            (visit.awaited[i] != tier::arrival::none ? later : p.slot >= 0 ? now : here).push_back(p);
+        }
+    }
+    assert((int64_t) (now.size() + later.size() + here.size()) == b.n_tokens() * b.n_used());
+
+    ggml_status status = GGML_STATUS_SUCCESS;
+    uint64_t n_refused = 0;
+    const auto on_cpu = [&](const std::vector<placed_pair> & pairs) {
+        if (status == GGML_STATUS_SUCCESS && !pairs.empty()) {
+            const auto began = std::chrono::steady_clock::now();
+            status = compute_on_cpu(b, pairs, one_input);
+            cost.cpu_seconds += seconds_since(began);
+            cost.n_cpu_pairs += (int64_t) pairs.size();
+            cost.cpu_bytes   += (double) n_experts_of(pairs) * (double) b.down->bytes_per_expert;
+        }
+    };
+    const auto collect = [&](bool launched, const std::vector<placed_pair> & pairs) {
+        // What a device cannot do, or fails to do, the CPU does.
+        if (!pairs.empty() && (!launched || !device.collect(b))) {
+            n_refused += pairs.size();
+            on_cpu(pairs);
+        }
+    };
+    bool launched = !now.empty() && device.launch(b, now, one_input);
+    on_cpu(here);
+    if (!later.empty()) {
+        experts.wait(visit);
+        std::vector<placed_pair> arrived, failed;
+        for (placed_pair & p : later) {
+            p.slot = visit.slot[index[(size_t) p.expert]];
+            (p.slot >= 0 ? arrived : failed).push_back(p);
+        }
+        collect(launched, now);
+        const auto began = std::chrono::steady_clock::now();
+        launched = !arrived.empty() && device.launch(b, arrived, one_input);
+        collect(launched, arrived);
+        cost.late_seconds = seconds_since(began);
+        on_cpu(failed);
+    } else {
+        collect(launched, now);
+    }
+    for (const int32_t slot : visit.slot) {
+        of.model->count.n_on_device += slot >= 0;
+    }
+    of.model->count.n_refused += n_refused;
+    return status;
 }
 
 ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
@@ -103,7 +309,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     struct swap { ggml_tensor * node, * original, * ours; };
     std::vector<swap> swapped;
     std::vector<ggml_tensor *> nodes;
-    weights * model = nullptr;
+    owned of = {};   // any of them: all belong to one model
     const ggml_tensor * checked_ids = nullptr;
     bool has_experts = false, has_kernels = false;
     ggml_status status = GGML_STATUS_SUCCESS;
@@ -114,10 +320,10 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
         if (!w.weight || node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW) {
             continue;
         }
-        model = w.model;
+        of = w;
         swapped.push_back({ node, node->src[0], w.weight->tensor });
         has_kernels = has_kernels || w.weight->k;
-        if (!model->usable()) {
+        if (!of.model->usable()) {
             status = GGML_STATUS_FAILED;
         } else if (node->op == GGML_OP_MUL_MAT_ID) {
             has_experts = true;
@@ -130,24 +336,25 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     }
     if (status == GGML_STATUS_SUCCESS) {
         memory.clear();
-        std::unique_ptr<graph_plan> plan(has_kernels ? new graph_plan(nodes, weights_of, memory, n_threads) : nullptr);
+        const bool whole_blocks = has_experts && of.cache;
+        std::unique_ptr<graph_plan> plan(has_kernels || whole_blocks ? new graph_plan(nodes, weights_of, whole_blocks, memory, n_threads) : nullptr);
         for (const swap & s : swapped) {
             s.node->src[0] = s.ours;
         }
         if (plan) {
-            model->count.n_fused += plan->n_fused;
+            of.model->count.n_fused += plan->n_fused;
         }
-        status = plan && plan->has_steps ? compute_plan(*plan) : ggml_backend_graph_compute(cpu, graph);
+        status = plan && plan->has_steps ? compute_plan(*plan, of) : ggml_backend_graph_compute(cpu, graph);
         for (const swap & s : swapped) {
             s.node->src[0] = s.original;
         }
     }
-    if (model) {
+    if (of.model) {
         if (has_experts) {
             const auto spent = std::chrono::steady_clock::now() - start;
-            model->count.compute_us += (uint64_t) std::chrono::duration_cast<std::chrono::microseconds>(spent).count();
+            of.model->count.compute_us += (uint64_t) std::chrono::duration_cast<std::chrono::microseconds>(spent).count();
         }
-        if (status == GGML_STATUS_SUCCESS && !model->usable()) {
+        if (status == GGML_STATUS_SUCCESS && !of.model->usable()) {
             status = GGML_STATUS_FAILED;
         }
     }

@@ -1,9 +1,11 @@
-// Computes one split of llama.cpp's graph on the CPU: checks and counts its expert products, puts our weights in place of libllama's stand-ins, and runs
-// ggml's nodes and our own steps in one go on ggml's thread pool.
+// Computes one split of llama.cpp's graph: checks and counts its expert products, puts our weights in place of libllama's stand-ins, and runs ggml's nodes and
+// our own steps in one go on ggml's thread pool. Where experts may lie on a device, those that do are computed there, and meanwhile the others on the CPU.
 //
-// An `executor` belongs to one llama context and is used by one thread at a time; executors of the same model meet in its counters.
+// An `executor` belongs to one llama context and is used by one thread at a time; executors of the same model meet in its counters and its cache.
 #pragma once
 
+#include "device_cache.h"
+#include "device_runner.h"
 #include "graph_plan.h"
 #include "weights.h"
 
@@ -29,7 +31,11 @@ struct executor {
 private:
     bool begins_event(const owned & w);
     bool check_ids(const ggml_tensor * ids, const owned & w, bool counts_as_event);
-    ggml_status compute_plan(const graph_plan & plan);
+    ggml_status compute_plan(const graph_plan & plan, const owned & of);
+    ggml_status compute_items(const graph_plan & plan, size_t first, size_t end);
+    ggml_status compute_block(const expert_block & b, const owned & of);
+    ggml_status compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input);
+    void        prepare_runner(device_cache & cache);
 
     struct deleter { void operator()(ggml_context * c) const { ggml_free(c); } };
 
@@ -40,6 +46,9 @@ private:
     workspace            memory;
     std::unique_ptr<ggml_context, deleter> context;   // of the graph in which our steps stand between ggml's nodes
     size_t               context_items = 0;           // how many it has room for
+    std::unique_ptr<device_runner> runner;            // of the cache in use
+    workspace            inputs, block_rows;          // of a block, and what our kernels make of them
+    ggml_gallocr_t       block_memory = nullptr;      // of blocks that ggml computes
 };
 
 } // namespace edgemoe

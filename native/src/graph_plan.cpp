@@ -23,11 +23,19 @@ static matrix matrix_of(const owned_tensor & w) {
     return { w.k, (const char *) t->data, t->nb[1], t->nb[2], t->ne[0], t->ne[1] };
 }
 
-// What the hidden values of an expert are made of: found by going backwards from the input of its down product.
-struct hidden_chain {
-    std::vector<hidden_step::stream>  streams;
-    std::vector<elementwise>          steps;      // a, b: streams count from 0, steps from FIRST_STEP until they are numbered
-    std::set<const ggml_tensor *>     members;
+bool have_kernels(const expert_block & b) {
+    for (const expert_block::product & p : b.products) {
+        if (!p.weight->k || p.weight->k->activation != b.products[0].weight->k->activation) {
+            return false;
+        }
+    }
+    return b.down->k;
+}
+
+// A block while it is found by going backwards from the input of its down product.
+struct block_search {
+    expert_block                  b;         // chain: products count from 0, its own values from FIRST_STEP until they are numbered
+    std::set<const ggml_tensor *> members;
     static constexpr int FIRST_STEP = 1 << 16;
 };
 
@@ -35,8 +43,14 @@ struct planner {
     graph_plan &                       plan;
     const std::vector<ggml_tensor *> & nodes;
     weight_lookup                      weights_of;
+    bool                               whole_blocks;
     workspace &                        memory;
     int                                n_threads;
+
+    const owned_tensor * expert_weight(const ggml_tensor * product) const {
+        const owned w = weights_of(product->src[0]);
+        return w.weight && w.weight->layer != owned_tensor::DENSE ? w.weight : nullptr;
+    }
 
     const owned_tensor * kernel_weight(const ggml_tensor * product) const {
         const owned w = weights_of(product->src[0]);
@@ -54,7 +68,7 @@ struct planner {
     }
 
     void add_step(std::unique_ptr<step> s) {
-        plan.items.push_back({ nullptr, s.get() });
+        plan.items.push_back({ nullptr, s.get(), nullptr });
         plan.steps.push_back(std::move(s));
         plan.has_steps = true;
     }
@@ -64,19 +78,29 @@ struct planner {
         return *plan.rows.back();
     }
 
+    const quantized_rows & quantize_rows(rounding how, int64_t n, std::vector<const float *> rows) {
+        quantized_rows & q = quantized(how, n, std::move(rows));
+        add_step(std::make_unique<quantize_step>(q));
+        return q;
+    }
+
     void run();
 
     size_t take_dense(size_t i);
     size_t take_experts(size_t i);
     size_t take_pairs(size_t i);
+    size_t next_node(size_t i) const;
+    size_t find_block(size_t i, expert_block & b) const;
+    int    resolve(block_search & found, const ggml_tensor * t, int64_t row, int depth) const;
+    const routing & sorted(std::vector<routing::pair> pairs, const ggml_tensor * ids, int64_t n_expert);
     const routing & routing_of(const ggml_tensor * ids, int64_t n_expert);
     const quantized_rows & expert_input(const ggml_tensor * x, rounding how);
-    int  resolve(hidden_chain & chain, const ggml_tensor * t, int64_t row, const ggml_tensor * x, const ggml_tensor * ids, int depth);
-    void take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out);
+    void compute_block(const expert_block & b, const routing & r, const quantized_rows & q, bool x_per_pair, const down_step::output & out);
+    void take_weighted_sum(size_t & i, const routing & r, down_step::output & out);
 };
 
-graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory, int n_threads) {
-    planner { *this, nodes, weights_of, memory, n_threads }.run();
+graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, bool whole_blocks, workspace & memory, int n_threads) {
+    planner { *this, nodes, weights_of, whole_blocks, memory, n_threads }.run();
 }
 
 void planner::run() {
@@ -90,7 +114,7 @@ void planner::run() {
             n = n ? n : take_pairs(i);
         }
         if (n == 0) {
-            plan.items.push_back({ node, nullptr });
+            plan.items.push_back({ node, nullptr, nullptr });
             n = 1;
         }
         i += n;
@@ -144,27 +168,25 @@ size_t planner::take_dense(size_t i) {
             }
         }
     }
-    quantized_rows & q = quantized(how, x->ne[0], std::move(rows));
-    add_step(std::make_unique<quantize_step>(q));
+    const quantized_rows & q = quantize_rows(how, x->ne[0], std::move(rows));
     add_step(std::make_unique<dense_step>(q, std::move(products), n_threads));
     return end - i;
 }
 
 // --- experts ---
 
-const routing & planner::routing_of(const ggml_tensor * ids, int64_t n_expert) {
+// Pairs by expert.
+const routing & planner::sorted(std::vector<routing::pair> pairs, const ggml_tensor * ids, int64_t n_expert) {
     plan.routings.push_back(std::make_unique<routing>());
     routing & r = *plan.routings.back();
     r.n_used   = ids->ne[0];
     r.n_tokens = ids->ne[1];
-    const auto id_of = [&](int64_t token, int64_t k) {
-        return *(const int32_t *) ((const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) k * ids->nb[0]);
+    const auto id_of = [&](const routing::pair & p) {
+        return *(const int32_t *) ((const char *) ids->data + (size_t) p.token * ids->nb[1] + (size_t) p.k * ids->nb[0]);
     };
     std::vector<int32_t> count((size_t) n_expert, 0), place((size_t) n_expert, 0);
-    for (int64_t t = 0; t < r.n_tokens; t++) {
-        for (int64_t k = 0; k < r.n_used; k++) {
-            count[(size_t) id_of(t, k)]++;
-        }
+    for (const routing::pair & p : pairs) {
+        count[(size_t) id_of(p)]++;
     }
     int32_t at = 0;
     for (int64_t e = 0; e < n_expert; e++) {
@@ -175,12 +197,20 @@ const routing & planner::routing_of(const ggml_tensor * ids, int64_t n_expert) {
         }
     }
     r.pairs.resize((size_t) at);
-    for (int64_t t = 0; t < r.n_tokens; t++) {
-        for (int64_t k = 0; k < r.n_used; k++) {
-            r.pairs[(size_t) place[(size_t) id_of(t, k)]++] = { (int32_t) t, (int32_t) k };
-        }
+    for (const routing::pair & p : pairs) {
+        r.pairs[(size_t) place[(size_t) id_of(p)]++] = p;
     }
     return r;
+}
+
+const routing & planner::routing_of(const ggml_tensor * ids, int64_t n_expert) {
+    std::vector<routing::pair> pairs;
+    for (int64_t t = 0; t < ids->ne[1]; t++) {
+        for (int64_t k = 0; k < ids->ne[0]; k++) {
+            pairs.push_back({ (int32_t) t, (int32_t) k });
+        }
+    }
+    return sorted(std::move(pairs), ids, n_expert);
 }
 
 // Rows in the order (token, k), or one per token when all experts of a token get the same.
@@ -191,9 +221,7 @@ const quantized_rows & planner::expert_input(const ggml_tensor * x, rounding how
             rows.push_back(row_of(x, k, t));
         }
     }
-    quantized_rows & q = quantized(how, x->ne[0], std::move(rows));
-    add_step(std::make_unique<quantize_step>(q));
-    return q;
+    return quantize_rows(how, x->ne[0], std::move(rows));
 }
 
 static bool has_pair_rows(const ggml_tensor * t, const ggml_tensor * ids) {
@@ -201,27 +229,29 @@ static bool has_pair_rows(const ggml_tensor * t, const ggml_tensor * ids) {
 }
 
 // A value of the chain for rows [row, ...) of `t`; -1 when `t` is made in a way that hidden_step does not know.
-int planner::resolve(hidden_chain & chain, const ggml_tensor * t, int64_t row, const ggml_tensor * x, const ggml_tensor * ids, int depth) {
+int planner::resolve(block_search & found, const ggml_tensor * t, int64_t row, int depth) const {
+    expert_block & block = found.b;
+    const ggml_tensor * ids = block.ids;
     if (depth > 16 || !has_pair_rows(t, ids) || is_output(t)) {
         return -1;
     }
-    const auto source = [&](int s, int64_t at) { return resolve(chain, t->src[s], at, x, ids, depth + 1); };
+    const auto source = [&](int s, int64_t at) { return resolve(found, t->src[s], at, depth + 1); };
     elementwise e = {};
     e.a = e.b = 0;
     switch (t->op) {
         case GGML_OP_MUL_MAT_ID: {
-            const owned_tensor * w = kernel_weight(t);
-            if (!w || t->src[1] != x || t->src[2] != ids || (!chain.streams.empty() && w->k->activation != chain.streams[0].w.k->activation)) {
+            const owned_tensor * w = expert_weight(t);
+            if (!w || t->src[1] != block.x || t->src[2] != ids) {
                 return -1;
             }
-            chain.members.insert(t);
-            for (size_t s = 0; s < chain.streams.size(); s++) {
-                if (chain.streams[s].w.data == (const char *) w->tensor->data && chain.streams[s].offset == row) {
-                    return (int) s;
+            found.members.insert(t);
+            for (size_t p = 0; p < block.products.size(); p++) {
+                if (block.products[p].weight == w && block.products[p].offset == row) {
+                    return (int) p;
                 }
             }
-            chain.streams.push_back({ matrix_of(*w), row });
-            return (int) chain.streams.size() - 1;
+            block.products.push_back({ w, row });
+            return (int) block.products.size() - 1;
         }
         case GGML_OP_VIEW: {
             // The same rows of fewer columns: half of a fused gate_up product.
@@ -279,14 +309,21 @@ int planner::resolve(hidden_chain & chain, const ggml_tensor * t, int64_t row, c
     if (e.a < 0 || e.b < 0) {
         return -1;
     }
-    chain.members.insert(t);
-    chain.steps.push_back(e);
-    return hidden_chain::FIRST_STEP + (int) chain.steps.size() - 1;
+    found.members.insert(t);
+    block.chain.push_back(e);
+    return block_search::FIRST_STEP + (int) block.chain.size() - 1;
 }
 
-// A whole expert: products, what lies between them, the down product, and its weighted sum where the graph has that. 0 when it is none.
-size_t planner::take_experts(size_t i) {
-    const ggml_tensor * first = nodes[i], * ids = first->src[2], * x = first->src[1];
+size_t planner::next_node(size_t i) const {
+    do {
+        i++;
+    } while (i < nodes.size() && is_noop(nodes[i]));
+    return i;
+}
+
+// The block that begins with the product at i: what lies between the products, the down product, its bias. Returns the index of its last node; 0 when there is none.
+size_t planner::find_block(size_t i, expert_block & b) const {
+    const ggml_tensor * x = nodes[i]->src[1], * ids = nodes[i]->src[2];
     size_t at_down = i + 1;
     while (at_down < nodes.size() && !(nodes[at_down]->op == GGML_OP_MUL_MAT_ID && nodes[at_down]->src[1] != x)) {
         at_down++;
@@ -295,68 +332,113 @@ size_t planner::take_experts(size_t i) {
         return 0;
     }
     const ggml_tensor * down = nodes[at_down], * hidden = down->src[1];
-    const owned_tensor * down_weight = kernel_weight(down);
-    hidden_chain chain;
-    const int result = !down_weight || down->src[2] != ids || is_output(down) ? -1 : resolve(chain, hidden, 0, x, ids, 0);
     const bool per_pair = x->ne[1] == ids->ne[0] && x->ne[1] != 1;
-    if (result < 0 || !has_float_rows(x) || x->ne[2] != ids->ne[1] || (x->ne[1] != 1 && !per_pair)) {
+    if (!expert_weight(down) || down->src[2] != ids || !has_float_rows(x) || x->ne[2] != ids->ne[1] || (x->ne[1] != 1 && !per_pair)) {
+        return 0;
+    }
+    block_search found = { { x, ids, {}, {}, 0, hidden->ne[0], expert_weight(down), nullptr, down }, {} };
+    const int result = resolve(found, hidden, 0, 0);
+    if (result < 0) {
         return 0;
     }
     for (size_t j = i; j < at_down; j++) {
-        if (!is_noop(nodes[j]) && !chain.members.count(nodes[j])) {
+        if (!is_noop(nodes[j]) && !found.members.count(nodes[j])) {
             return 0;
         }
     }
-    const auto number = [&](int v) { return v < hidden_chain::FIRST_STEP ? v : v - hidden_chain::FIRST_STEP + (int) chain.streams.size(); };
-    for (elementwise & e : chain.steps) {
+    b = std::move(found.b);
+    const auto number = [&](int v) { return v < block_search::FIRST_STEP ? v : v - block_search::FIRST_STEP + (int) b.products.size(); };
+    for (elementwise & e : b.chain) {
         e.a = number(e.a);
         e.b = number(e.b);
     }
-    const routing & r = routing_of(ids, down_weight->tensor->ne[2]);
-    const int64_t n_hidden = hidden->ne[0], n_pairs = (int64_t) r.pairs.size();
-    const quantized_rows & q = expert_input(x, chain.streams[0].w.k->activation);
-    float * floats = (float *) memory.take((size_t) (n_hidden * n_pairs) * sizeof(float));
-    quantized_rows & h = quantized(down_weight->k->activation, n_hidden, std::vector<const float *>((size_t) n_pairs));
-    add_step(std::make_unique<hidden_step>(r, q, per_pair, std::move(chain.streams), std::move(chain.steps), number(result), n_hidden, h, floats, n_threads));
+    b.result = number(result);
+    const size_t after = next_node(at_down);
+    if (after < nodes.size() && !is_output(down) && nodes[after]->op == GGML_OP_ADD_ID && nodes[after]->src[0] == down && nodes[after]->src[2] == ids &&
+            has_float_rows(nodes[after]->src[1])) {
+        b.down_bias = nodes[after]->src[1];
+        b.output    = nodes[after];
+        return after;
+    }
+    return at_down;
+}
 
-    down_step::output out = {};
-    size_t end = at_down;
-    take_after_down(end, ids, r, out);
+// The two halves of a block for the pairs of r; q has their inputs.
+void planner::compute_block(const expert_block & b, const routing & r, const quantized_rows & q, bool x_per_pair, const down_step::output & out) {
+    const int64_t n_pairs = (int64_t) r.pairs.size();
+    std::vector<hidden_step::stream> streams;
+    for (const expert_block::product & p : b.products) {
+        streams.push_back({ matrix_of(*p.weight), p.offset });
+    }
+    float * floats = (float *) memory.take((size_t) (b.n_hidden * n_pairs) * sizeof(float));
+    quantized_rows & h = quantized(b.down->k->activation, b.n_hidden, std::vector<const float *>((size_t) n_pairs));
+    add_step(std::make_unique<hidden_step>(r, q, x_per_pair, std::move(streams), b.chain, b.result, b.n_hidden, h, floats, n_threads));
     std::vector<const void *> inputs;
     for (int64_t p = 0; p < n_pairs; p++) {
         inputs.push_back(h.row(p));
     }
-    add_step(std::make_unique<down_step>(r, matrix_of(*down_weight), std::move(inputs), out, n_threads));
+    add_step(std::make_unique<down_step>(r, matrix_of(*b.down), std::move(inputs), out, n_threads));
+}
+
+static void set_output(down_step::output & out, const ggml_tensor * t, bool summed) {
+    out.data         = (char *) t->data;
+    out.pair_stride  = t->nb[1];
+    out.token_stride = summed ? t->nb[1] : t->nb[2];
+    out.summed       = summed;
+}
+
+// A whole expert, with the weighted sum where the graph has that. 0 when it is none.
+size_t planner::take_experts(size_t i) {
+    auto found = std::make_unique<expert_block>();
+    size_t end = find_block(i, *found);
+    if (!end) {
+        return 0;
+    }
+    const expert_block & b = *found;
+    if (whole_blocks) {
+        plan.items.push_back({ nullptr, nullptr, found.get() });
+        plan.blocks.push_back(std::move(found));
+        plan.has_steps = true;
+        return end + 1 - i;
+    }
+    if (!have_kernels(b) || is_output(b.output)) {
+        return 0;
+    }
+    const routing & r = routing_of(b.ids, b.down->tensor->ne[2]);
+    const quantized_rows & q = expert_input(b.x, b.products[0].weight->k->activation);
+    down_step::output out = {};
+    out.bias = b.down_bias;
+    set_output(out, b.output, false);
+    take_weighted_sum(end, r, out);
+    compute_block(b, r, q, b.x_per_pair(), out);
     plan.n_fused++;
     return end + 1 - i;
 }
 
-// From the down product on: bias, router weights, sum. `i` moves to the last node that is taken.
-void planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing & r, down_step::output & out) {
-    const ggml_tensor * last = nodes[i];
-    const auto set_output = [&](bool summed) {
-        out.data         = (char *) last->data;
-        out.pair_stride  = last->nb[1];
-        out.token_stride = summed ? last->nb[1] : last->nb[2];
-        out.summed       = summed;
-    };
-    const auto next_of = [&](size_t from) {
-        size_t j = from + 1;
-        while (j < nodes.size() && is_noop(nodes[j])) {
-            j++;
-        }
-        return j;
-    };
-    const auto step_to = [&](size_t j) { i = j; last = nodes[j]; };
-    set_output(false);
-    size_t j = next_of(i);
-    if (j < nodes.size() && !is_output(last) && nodes[j]->op == GGML_OP_ADD_ID && nodes[j]->src[0] == last && nodes[j]->src[2] == ids && has_float_rows(nodes[j]->src[1])) {
-        out.bias = nodes[j]->src[1];
-        step_to(j);
-        set_output(false);
-        j = next_of(i);
+graph_plan::graph_plan(const expert_block & b, const std::vector<block_pair> & pairs, workspace & memory, int n_threads) {
+    const std::vector<ggml_tensor *> no_nodes;
+    planner p { *this, no_nodes, nullptr, false, memory, n_threads };
+    std::vector<routing::pair> all;
+    std::vector<const float *> inputs((size_t) (b.n_tokens() * b.n_used()), nullptr);
+    const int64_t per_token = b.x_per_pair() ? b.n_used() : 1;
+    for (const block_pair & each : pairs) {
+        all.push_back({ each.token, each.k });
+        inputs[(size_t) (each.token * per_token + (b.x_per_pair() ? each.k : 0))] = each.x;
     }
-    if (j >= nodes.size() || is_output(last) || nodes[j]->op != GGML_OP_MUL || nodes[j]->src[0] != last) {
+    const routing & r = p.sorted(std::move(all), b.ids, b.down->tensor->ne[2]);
+    const quantized_rows & q = p.quantize_rows(b.products[0].weight->k->activation, b.n_in(), std::move(inputs));
+    down_step::output out = {};
+    out.bias = b.down_bias;
+    set_output(out, b.output, false);
+    p.compute_block(b, r, q, b.x_per_pair(), out);
+}
+
+// After the block, of which nodes[i] is the last: router weights and sum. `i` moves to the last node that is taken.
+void planner::take_weighted_sum(size_t & i, const routing & r, down_step::output & out) {
+    const ggml_tensor * last = nodes[i];
+    const auto step_to = [&](size_t j) { i = j; last = nodes[j]; };
+    size_t j = next_node(i);
+    if (j >= nodes.size() || nodes[j]->op != GGML_OP_MUL || nodes[j]->src[0] != last) {
         return;
     }
     const ggml_tensor * w = nodes[j]->src[1];
@@ -369,7 +451,7 @@ void planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing
     }
     out.weights = weights;
     step_to(j);
-    set_output(false);
+    set_output(out, last, false);
 
     // The sum: views of one expert's column each, added up in order.
     const ggml_tensor * all = last, * sum = nullptr;
@@ -379,7 +461,7 @@ void planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing
     };
     size_t end = i;
     for (int64_t k = 1; k < r.n_used; k++) {
-        j = next_of(end);
+        j = next_node(end);
         if (is_output(all) || j >= nodes.size() || nodes[j]->op != GGML_OP_ADD || !has_float_rows(nodes[j]) || !is_column(nodes[j]->src[1], k) ||
                 !(k == 1 ? is_column(nodes[j]->src[0], 0) : nodes[j]->src[0] == sum) || (sum && is_output(sum))) {
             return;
@@ -389,7 +471,7 @@ void planner::take_after_down(size_t & i, const ggml_tensor * ids, const routing
     }
     if (sum) {
         step_to(end);
-        set_output(true);
+        set_output(out, last, true);
     }
 }
 

@@ -1,6 +1,8 @@
-// Reads one split of llama.cpp's graph and says how to compute it: steps of our own for what the kernels do faster, ggml's nodes for the rest.
+// Reads one split of llama.cpp's graph and says how to compute it: steps of our own for what the kernels do faster, whole blocks of experts where these may lie
+// on a device, ggml's nodes for the rest.
 #pragma once
 
+#include "expert_block.h"
 #include "products.h"
 #include "weights.h"
 
@@ -12,20 +14,29 @@
 namespace edgemoe {
 
 struct graph_plan {
-    // Either a node of the graph or a step of ours.
-    struct item { ggml_tensor * node; step * ours; };
+    // A node of the graph, a step of ours, or a block, which is not one piece of work for ggml's threads but has several of its own.
+    struct item { ggml_tensor * node; step * ours; const expert_block * block; };
     std::vector<item> items;
-    bool              has_steps = false;
+    bool              has_steps = false;   // or blocks
     uint64_t          n_fused   = 0;       // whole experts
 
     // The ids of expert products must have been checked, and their data and the inputs of the split must be there: routings are sorted here.
-    graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, workspace & memory, int n_threads);
+    // `whole_blocks`: experts are left in blocks.
+    graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, bool whole_blocks, workspace & memory, int n_threads);
+
+    // Some routed pairs of a block that have_kernels, from the inputs given with them; the rows go to where the block has them.
+    struct block_pair { int32_t token, k; const float * x; };
+    graph_plan(const expert_block & b, const std::vector<block_pair> & pairs, workspace & memory, int n_threads);
 
 private:
     friend struct planner;
     std::vector<std::unique_ptr<step>>           steps;
     std::vector<std::unique_ptr<quantized_rows>> rows;
     std::vector<std::unique_ptr<routing>>        routings;
+    std::vector<std::unique_ptr<expert_block>>   blocks;
 };
+
+// True when our kernels compute all products of the block.
+bool have_kernels(const expert_block & b);
 
 } // namespace edgemoe

@@ -124,6 +124,9 @@ quantized_rows::quantized_rows(workspace & memory, rounding how, int64_t n, std:
 
 void quantize_step::run(int, int) {
     for (int64_t i = next++; i < (int64_t) rows.from.size(); i = next++) {
+        if (!rows.from[(size_t) i]) {
+            continue;   // nobody asks for this one
+        }
         quantize(rows.how, rows.from[(size_t) i], rows.to + (size_t) i * rows.row_bytes, rows.n);
     }
 }

@@ -12,24 +12,24 @@ weights::weights(const source & s, const store & st, isa level) : bytes(st), own
         const expert_layer & layer = s.layers[l];
         for (size_t p = 0; p < layer.projections.size(); p++) {
             const projection & info = layer.projections[p];
-            add(info.name, info.type, info.n_in, info.n_out, layer.n_expert, st.view(l, p), l, layer.bytes_per_expert(), level);
+            add(info.name, info.type, info.n_in, info.n_out, layer.n_expert, st.view(l, p), l, p, layer.bytes_per_expert(), level);
         }
     }
     for (size_t i = 0; level != isa::none && i < s.dense.size(); i++) {
         const dense_weight & info = s.dense[i];
-        add(info.name, info.type, info.n_in, info.n_out, 1, st.dense_view(i), owned_tensor::DENSE, 0, level);
+        add(info.name, info.type, info.n_in, info.n_out, 1, st.dense_view(i), owned_tensor::DENSE, 0, 0, level);
     }
 }
 
-void weights::add(const std::string & name, ggml_type type, int64_t n_in, int64_t n_out, int64_t n_expert, const expert_view & view, size_t layer, size_t bytes_per_expert,
-        isa level) {
+void weights::add(const std::string & name, ggml_type type, int64_t n_in, int64_t n_out, int64_t n_expert, const expert_view & view, size_t layer, size_t projection,
+        size_t bytes_per_expert, isa level) {
     ggml_tensor * t = ggml_new_tensor_3d(context.get(), type, n_in, n_out, n_expert);
     ggml_set_name(t, name.c_str());
     // Only read through this pointer: the pages are mapped read-only.
     t->data  = const_cast<char *>(view.base);
     t->nb[2] = view.stride;
     t->nb[3] = view.stride * (size_t) n_expert;
-    tensors[name] = { t, layer, bytes_per_expert, find_kernel(type, level) };
+    tensors[name] = { t, layer, projection, bytes_per_expert, find_kernel(type, level) };
 }
 
 const owned_tensor * weights::find(const char * name) const {

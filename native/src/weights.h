@@ -17,13 +17,14 @@
 namespace edgemoe {
 
 struct counters {
-    std::atomic<uint64_t> n_events{0}, n_pairs{0}, n_accesses{0}, n_computed_on_cpu{0}, n_fused{0}, bytes_accessed{0}, compute_us{0};
+    std::atomic<uint64_t> n_events{0}, n_pairs{0}, n_accesses{0}, n_on_device{0}, n_refused{0}, n_fused{0}, bytes_accessed{0}, compute_us{0};
 };
 
 // One tensor as ggml sees it: our own over the mapped bytes, a stacked one with the stride of the store.
 struct owned_tensor {
     ggml_tensor *  tensor;
     size_t         layer;               // index into source::layers; DENSE for other weights
+    size_t         projection;          // index into expert_layer::projections
     size_t         bytes_per_expert;    // of the whole expert, all projections
     const kernel * k;                   // NULL: computed by ggml
 
@@ -47,7 +48,8 @@ struct weights {
 private:
     struct deleter { void operator()(ggml_context * c) const { ggml_free(c); } };
 
-    void add(const std::string & name, ggml_type type, int64_t n_in, int64_t n_out, int64_t n_expert, const expert_view & view, size_t layer, size_t bytes_per_expert, isa level);
+    void add(const std::string & name, ggml_type type, int64_t n_in, int64_t n_out, int64_t n_expert, const expert_view & view, size_t layer, size_t projection,
+        size_t bytes_per_expert, isa level);
 
     const store & bytes;
     int64_t       owner_process;
@@ -59,8 +61,10 @@ private:
     std::atomic<bool>  has_fault{false};
 };
 
-// For a weight of libllama's graph, our tensor and the model it belongs to; NULL for any other tensor.
-struct owned         { const owned_tensor * weight; weights * model; };
+struct device_cache;
+
+// For a weight of libllama's graph, our tensor and the model it belongs to, with its expert slots on a device if it has some; NULL for any other tensor.
+struct owned         { const owned_tensor * weight; weights * model; device_cache * cache; };
 using weight_lookup = owned (*)(const ggml_tensor * weight);
 
 } // namespace edgemoe

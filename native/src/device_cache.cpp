@@ -1,0 +1,52 @@
+#include "device_cache.h"
+
+#include <stdexcept>
+
+namespace edgemoe {
+
+static ggml_backend_dev_t device_named(const std::string & name) {
+    const ggml_backend_dev_t device = ggml_backend_dev_by_name(name.c_str());
+    if (device && ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_ACCEL) {
+        return device;
+    }
+    std::string wanted;
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        const ggml_backend_dev_t d = ggml_backend_dev_get(i);
+        if (ggml_backend_dev_type(d) != GGML_BACKEND_DEVICE_TYPE_ACCEL) {
+            wanted += (wanted.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(d));
+        }
+    }
+    throw std::invalid_argument("device " + name + ", wanted one of " + wanted);
+}
+
+static std::vector<tier_layer> layers_of(const source & s) {
+    std::vector<tier_layer> layers;
+    for (const expert_layer & l : s.layers) {
+        // Rates compare within a mix of types: the first and the last projection tell them apart.
+        layers.push_back({ (int32_t) l.n_expert, l.bytes_per_expert(), (int) l.projections.front().type * GGML_TYPE_COUNT + (int) l.projections.back().type });
+    }
+    return layers;
+}
+
+static tier_options with_staging(tier_options options, int32_t n_staging) {
+    options.n_staging = n_staging;
+    return options;
+}
+
+device_cache::device_cache(const source & s, const store & from, const cache_options & options)
+    : slots(s, from, device_named(options.device), options.slots.n_slots, options.slots.n_staging, options.most_block_bytes,
+        options.most_bytes),
+      experts(layers_of(s), with_staging(options.slots, slots.n_staging()), [this](const transfer & t) { return upload(t); }), fail_every(options.fail_every) {}
+
+bool device_cache::upload(const transfer & t) {
+    if (fail_every && ++n_uploads % fail_every == 0) {
+        return false;
+    }
+    try {
+        return slots.write(t.layer, t.expert, t.slot);
+    } catch (...) {
+        return false;   // a device's driver may throw what it likes; the expert is computed on the CPU then
+    }
+}
+
+} // namespace edgemoe

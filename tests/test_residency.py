@@ -1,0 +1,388 @@
+"""The expert cache without a model: stories that can be checked by hand, random traces against the reference, and published counts on real routing.
+
+Every story is told to both, so that the reference is held to them as well.
+"""
+
+import numpy as np
+import pytest
+from conftest import SHARED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from residency_reference import Layer
+
+from edgemoe import _native
+
+FFI, LIB = _native.load()
+FIELDS = ("events", "accesses", "hits", "demand", "computed", "proactive", "evicted", "failed")
+PHASES = {"decode": LIB.EDGEMOE_DECODE, "prompt": LIB.EDGEMOE_PROMPT}
+
+
+def open_replay(n_expert, n_slots, policy, misses="cpu", strict=False, most_inserts=0, seed=True):
+    """NULL when refused."""
+    policy, misses = FFI.new("char[]", policy.encode()), FFI.new("char[]", misses.encode())
+    options = FFI.new("struct edgemoe_cache_options *", {
+        "n_slots": n_slots, "policy": policy, "misses": misses, "strict": strict, "most_inserts": most_inserts, "seed": seed})
+    return LIB.edgemoe_replay_open(n_expert, options)
+
+
+class Native:
+    """The native cache, with the interface of the reference."""
+
+    def __init__(self, n_expert, n_slots, policy="lru", every=None, decay=None, bonus=None, **options):
+        values = [f"{key}={value}" for key, value in (("every", every), ("decay", decay), ("bonus", bonus)) if value is not None]
+        self.handle = FFI.gc(open_replay(n_expert, n_slots, ":".join([policy, ",".join(values)] if values else [policy]), **options), LIB.edgemoe_replay_close)
+        self.ids = FFI.new("int32_t[]", max(n_expert, 1))
+
+    def call(self, function, experts, n_tokens_of, n_tokens):
+        if function(self.handle, FFI.new("int32_t[]", experts), FFI.new("int32_t[]", n_tokens_of), len(experts), n_tokens):
+            raise ValueError(_native.last_error())
+
+    def event(self, n_tokens_of, n_tokens=1):
+        self.call(LIB.edgemoe_replay_event, sorted(n_tokens_of), [n_tokens_of[e] for e in sorted(n_tokens_of)], n_tokens)
+
+    def hold(self, n_tokens_of, n_tokens=1):
+        self.call(LIB.edgemoe_replay_hold, sorted(n_tokens_of), [n_tokens_of[e] for e in sorted(n_tokens_of)], n_tokens)
+
+    def release(self):
+        LIB.edgemoe_replay_release(self.handle)
+
+    @property
+    def residents(self):
+        return set(self.ids[0:LIB.edgemoe_replay_get_residents(self.handle, self.ids)])
+
+    @property
+    def counts(self):
+        found = {}
+        for name, phase in PHASES.items():
+            c = FFI.new("struct edgemoe_access_counts *")
+            LIB.edgemoe_replay_get_counts(self.handle, phase, c)
+            assert c.bytes_loaded == c.n_demand + c.n_proactive   # experts of a replay have one byte
+            found[name] = {field: getattr(c, f"n_{field}") for field in FIELDS}
+        return found
+
+
+@pytest.fixture(params=[Native, Layer], ids=["native", "reference"])
+def cache(request):
+    return request.param
+
+
+def play(cache, trace):
+    """Events of one token each; the residents after every one."""
+    seen = []
+    for experts in trace:
+        cache.event(dict.fromkeys(experts, 1))
+        seen.append(set(cache.residents))
+    return seen
+
+
+def counted(cache, *fields, phase="decode"):
+    return [cache.counts[phase][field] for field in fields]
+
+
+# --- LRU ---
+
+# Expert 0 is popular, then 1 and 2 pass by once: LRU has dropped 0 when it returns.
+POPULAR_THEN_SCAN = [{0}, {0}, {0}, {1}, {2}, {0}]
+
+
+@pytest.mark.parametrize("misses, loads", [("cpu", [0, 4, 4]), ("load", [4, 0, 0])])
+def test_lru_on_popular_then_scan(misses, loads, cache):
+    layer = cache(4, 2, misses=misses)
+    assert play(layer, POPULAR_THEN_SCAN) == [{0}, {0}, {0}, {0, 1}, {1, 2}, {0, 2}]
+    assert counted(layer, "events", "accesses", "hits", "evicted") == [6, 6, 2, 2]
+    assert counted(layer, "demand", "computed", "proactive") == loads
+
+
+@pytest.mark.parametrize("misses", ["cpu", "load"])
+def test_the_lower_id_of_one_event_goes_first(misses, cache):
+    assert play(cache(8, 3, misses=misses), [{1, 4, 6}, {0}, {7}]) == [{1, 4, 6}, {0, 4, 6}, {0, 6, 7}]
+
+
+@pytest.mark.parametrize("misses", ["cpu", "load"])
+def test_no_member_of_an_event_goes_in_it(misses, cache):
+    # 2 was not used for longest. Replayed one by one, 0 would push it out just before it is needed.
+    layer = cache(4, 2, misses=misses)
+    assert play(layer, [{2}, {1}, {0, 2}])[-1] == {0, 2}
+    assert counted(layer, "hits", "evicted") == [1, 1]
+
+
+def test_strict_admission_asks_for_more_uses(cache):
+    once, twice, three_times = play(cache(4, 1, strict=True), [{0}, {0}, {1}, {1}, {1}])[2:]
+    assert (once, twice, three_times) == ({0}, {0}, {1})
+
+
+def test_strict_admission_counts_tokens(cache):
+    layer = cache(4, 1, strict=True)
+    play(layer, [{0}, {0}])
+    layer.event({1: 3}, 4)
+    assert layer.residents == {1}
+
+
+def test_the_cap_on_insertions_is_per_event(cache):
+    # The empty slots of the first event are not subject to it.
+    assert play(cache(8, 4, most_inserts=1), [{0, 1, 2, 3}, {4, 5}, {5, 6}]) == [{0, 1, 2, 3}, {1, 2, 3, 4}, {2, 3, 4, 5}]
+
+
+# --- placement ---
+
+def test_placement_moves_nothing_between_refreshes(cache):
+    # Counts of the first four tokens: 1 and 3. Of the next four 3 and 1, with half the score so far 3.5 and 2.5.
+    layer = cache(4, 1, policy="placement", every=4, decay=0.5, bonus=0)
+    assert play(layer, [{0}, {1}, {1}, {1}]) == [{0}, {0}, {0}, {1}]
+    assert play(layer, [{1}, {0}, {0}, {0}]) == [{1}, {1}, {1}, {0}]
+    assert counted(layer, "hits", "computed", "proactive", "evicted", "demand") == [1, 7, 3, 2, 0]
+
+
+def test_placement_takes_the_most_used(cache):
+    # 3 and 5 three times, 4 twice, the rest once.
+    trace = [{0, 1, 2}, {3, 4}, {3, 5}, {3, 5}, {4, 5}]
+    assert play(cache(8, 3, policy="placement", every=5, bonus=0), trace)[-2:] == [{0, 1, 2}, {3, 4, 5}]
+
+
+@pytest.mark.parametrize("bonus, after", [(0, {1}), (2, {0})])
+def test_only_a_higher_score_replaces(bonus, after, cache):
+    layer = cache(4, 1, policy="placement", every=2, decay=0, bonus=bonus)
+    assert play(layer, [{0}, {1}]) == [{0}, {0}]       # 1 and 1
+    assert play(layer, [{1}, {1}]) == [{0}, after]     # 0 + bonus and 2
+
+
+def test_an_expert_that_nobody_used_fills_no_slot(cache):
+    layer = cache(4, 3, policy="placement", every=1)
+    assert play(layer, [{2}, {2}, {2}]) == [{2}, {2}, {2}]
+    assert counted(layer, "hits", "proactive") == [2, 1]
+
+
+def test_placement_loads_on_demand_where_that_is_the_mode(cache):
+    # Nothing has a score before the first refresh, so the least recently used goes.
+    layer = cache(4, 2, policy="placement", misses="load")
+    assert play(layer, [{0}, {1}, {0}, {2}]) == [{0}, {0, 1}, {0, 1}, {0, 2}]
+    assert counted(layer, "hits", "demand", "computed", "proactive") == [1, 3, 0, 0]
+
+
+# --- prompts ---
+
+@pytest.mark.parametrize("n_tokens, after", [(16, {2, 3}), (17, {0, 1})])
+@pytest.mark.parametrize("misses", ["cpu", "load"])
+def test_a_prompt_leaves_a_full_lru_cache_alone(misses, n_tokens, after, cache):
+    layer = cache(4, 2, misses=misses)
+    play(layer, [{0, 1}])
+    layer.event({2: 16, 3: 9}, n_tokens)
+    assert layer.residents == after
+    assert counted(layer, "events", "accesses", phase="prompt") == ([1, 2] if n_tokens == 17 else [0, 0])
+    assert counted(layer, "computed", "demand", "proactive", "evicted", phase="prompt") == ([2, 0, 0, 0] if n_tokens == 17 else [0, 0, 0, 0])
+
+
+def test_being_used_by_a_prompt_is_not_recent(cache):
+    layer = cache(4, 2)
+    play(layer, [{0}, {1}])
+    layer.event({0: 17}, 17)
+    assert counted(layer, "hits", phase="prompt") == [1]
+    assert play(layer, [{2}]) == [{1, 2}]
+
+
+@pytest.mark.parametrize("policy", ["lru", "placement"])
+@pytest.mark.parametrize("seed, after", [(True, {1, 3}), (False, set())])
+def test_a_prompt_fills_empty_slots_with_the_most_used(seed, after, policy, cache):
+    layer = cache(4, 2, policy=policy, seed=seed)
+    layer.event({0: 5, 1: 9, 2: 5, 3: 17}, 17)
+    assert layer.residents == after
+    assert counted(layer, "proactive", phase="prompt") == [len(after)]
+
+
+def test_of_equally_used_ones_the_lower_ids_fill_the_slots(cache):
+    layer = cache(8, 3)
+    layer.event({1: 4, 2: 5, 3: 4, 4: 4, 5: 4}, 17)
+    assert layer.residents == {1, 2, 3}
+
+
+@pytest.mark.parametrize("seed, after", [(True, {1}), (False, {0})])
+def test_placement_learns_from_prompts(seed, after, cache):
+    layer = cache(4, 1, policy="placement", seed=seed)
+    play(layer, [{0}])
+    layer.event({0: 10, 1: 30}, 40)
+    assert layer.residents == after
+
+
+# --- sizes ---
+
+# Two experts per event, of four in all.
+BACK_AND_FORTH = [{0, 1}, {0, 1}, {2, 3}, {0, 1}]
+
+
+@pytest.mark.parametrize("n_slots, n_hits, n_loads, after", [(0, 0, 0, set()), (1, 1, 3, {0}), (2, 2, 6, {0, 1}), (4, 4, 4, {0, 1, 2, 3}), (5, 4, 4, {0, 1, 2, 3})])
+@pytest.mark.parametrize("misses", ["cpu", "load"])
+def test_any_number_of_slots(misses, n_slots, n_hits, n_loads, after, cache):
+    layer = cache(4, n_slots, misses=misses)
+    assert play(layer, BACK_AND_FORTH)[-1] == after
+    # With fewer slots than an event needs, nothing is loaded on demand.
+    n_demand = n_loads if misses == "load" and n_slots >= 2 else 0
+    assert counted(layer, "accesses", "hits", "demand", "computed", "proactive") == [8, n_hits, n_demand, 8 - n_hits - n_demand, n_loads - n_demand]
+
+
+def test_an_event_without_experts(cache):
+    layer = cache(4, 2)
+    assert play(layer, [{0}, set()]) == [{0}, {0}]
+    assert counted(layer, "events", "accesses", "hits") == [2, 1, 0]
+
+
+# --- events that overlap ---
+
+@pytest.mark.parametrize("misses", ["cpu", "load"])
+def test_a_miss_is_computed_while_all_slots_are_held(misses, cache):
+    layer = cache(4, 2, misses=misses)
+    play(layer, [{0, 1}])
+    layer.hold({0: 1, 1: 1})
+    assert play(layer, [{2}, {2, 3}]) == [{0, 1}, {0, 1}]
+    assert counted(layer, "computed", "evicted") == [3 + 2 * (misses == "cpu"), 0]
+    layer.release()
+    assert layer.residents == {0, 1}
+    assert counted(layer, "accesses", "hits") == [7, 2]
+    assert play(layer, [{2}]) == [{1, 2}]
+
+
+@pytest.mark.parametrize("misses", ["cpu", "load"])
+def test_a_held_expert_stays_and_another_goes(misses, cache):
+    layer = cache(4, 2, misses=misses)
+    play(layer, [{0}, {1}])
+    layer.hold({0: 1})
+    layer.hold({0: 1})
+    assert play(layer, [{2}, {3}]) == [{0, 2}, {0, 3}]
+    layer.release()
+    assert play(layer, [{1}]) == [{0, 1}]   # it was last used when its events ended
+
+
+# --- what is refused, in one line ---
+
+@pytest.mark.parametrize("policy, wanted", [
+    ("", "wanted lru or placement"), ("LRU", "wanted lru or placement"), ("belady", "wanted lru or placement"), ("placement,every=3", "wanted lru or placement"),
+    ("lru:every=3", "every=3, wanted none"), ("lru:", "wanted none"),
+    ("placement:", "wanted bonus=, decay=, every="), ("placement:often=3", "often=3, wanted bonus=, decay=, every="), ("placement:every=3,", "wanted bonus=, decay=, every="),
+    ("placement:every", "parameter every, wanted bonus=, decay=, every="), ("placement:every=", "every=, wanted a number"),
+    ("placement:every=3x", "every=3x, wanted a number"), ("placement:decay=0.5,every=two", "every=two, wanted a number"),
+    ("placement:every=0", "wanted every of 1 or more"), ("placement:every=-4", "wanted every of 1 or more"), ("placement:every=nan", "wanted"), ("placement:every=inf", "wanted"),
+    ("placement:every=1e300", "wanted"), ("placement:decay=1", "decay from 0 to below 1"), ("placement:decay=-0.5", "decay from 0 to below 1"), ("placement:decay=nan", "wanted"),
+    ("placement:bonus=nan", "wanted"), ("placement:bonus=inf", "wanted"),
+])
+def test_bad_policies(policy, wanted):
+    assert open_replay(4, 2, policy) == FFI.NULL
+    message = _native.last_error()
+    assert message.startswith(f"policy {policy}") and wanted in message and "\n" not in message
+
+
+def test_a_bad_mode_for_misses():
+    assert open_replay(4, 2, "lru", misses="gpu") == FFI.NULL
+    assert _native.last_error() == "misses: gpu, wanted cpu, load or auto"
+
+
+@pytest.mark.parametrize("experts, place", [([-1], 0), ([4], 0), ([0, 4], 1), ([1, 1], 1), ([2, 1], 1), ([0, 2, 1], 2), ([2**31 - 1], 0), ([-2**31], 0)])
+@pytest.mark.parametrize("function", ["event", "hold"])
+def test_bad_events(function, experts, place):
+    layer = Native(4, 2)
+    with pytest.raises(ValueError) as error:
+        layer.call(getattr(LIB, f"edgemoe_replay_{function}"), experts, [1] * len(experts), 1)
+    assert str(error.value) == f"event: expert {experts[place]} at place {place}, wanted distinct ones below 4 in ascending order"
+    layer.release()
+    assert counted(layer, "events", "accesses") == [0, 0] and layer.residents == set()
+
+
+# --- random traces ---
+
+# Scores are sums of these times small numbers: exact, so that no rounding decides between equal ones.
+PLACEMENTS = st.fixed_dictionaries({"policy": st.just("placement"), "every": st.sampled_from([1, 2, 3, 8, 16, 32]), "decay": st.sampled_from([0, 0.25, 0.5])},
+                                   optional={"bonus": st.sampled_from([0, 0.5, 1, 3])})
+
+
+@st.composite
+def caches(draw):
+    n_expert = draw(st.integers(1, 8))
+    return {"n_expert": n_expert, "n_slots": draw(st.integers(0, n_expert + 1)), **draw(st.just({"policy": "lru"}) | PLACEMENTS),
+            "misses": draw(st.sampled_from(["cpu", "load"])), "strict": draw(st.booleans()), "most_inserts": draw(st.integers(0, 3)), "seed": draw(st.booleans())}
+
+
+@st.composite
+def actions(draw, n_expert):
+    """("event" or "hold", how many tokens use each expert, tokens), or ("release",)."""
+    action = draw(st.sampled_from(["event"] * 8 + ["hold", "release"]))
+    if action == "release":
+        return action,
+    n_tokens = draw(st.sampled_from([1, 1, 1, 1, 2, 3, 16, 17, 40]))
+    # Few different numbers of tokens: equal ones are what goes wrong.
+    return action, draw(st.dictionaries(st.integers(0, n_expert - 1), st.sampled_from(sorted({1, min(n_tokens, 2), n_tokens})), max_size=n_expert)), n_tokens
+
+
+@st.composite
+def stories(draw):
+    cache = draw(caches())
+    return cache, draw(st.lists(actions(cache["n_expert"]), min_size=1, max_size=40))
+
+
+# The same examples in every run.
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(stories())
+def test_any_trace_as_the_reference(story):
+    cache, trace = story
+    native, reference = Native(**cache), Layer(**cache)
+    for action, *event in trace:
+        getattr(native, action)(*event)
+        getattr(reference, action)(*event)
+        check(native, reference)
+    native.release()
+    reference.release()
+    check(native, reference)
+
+
+def check(native, reference):
+    assert native.residents == reference.residents
+    assert len(native.residents) <= reference.n_slots
+    counts = native.counts
+    assert sum(c["demand"] + c["proactive"] - c["evicted"] for c in counts.values()) == len(native.residents)
+    if reference.held:
+        return   # an event is counted when it ends
+    for phase, count in counts.items():
+        assert count == {field: reference.counts[phase][field] for field in FIELDS}
+        assert count["accesses"] == count["hits"] + count["demand"] + count["computed"]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(2, 8), st.lists(st.frozensets(st.integers(0, 7), max_size=2), max_size=40))
+def test_lru_keeps_the_same_however_misses_come_in(n_slots, trace):
+    in_place, loading = Native(8, n_slots, misses="cpu"), Native(8, n_slots, misses="load")
+    assert play(in_place, trace) == play(loading, trace)
+    assert counted(in_place, "hits", "computed", "proactive", "evicted") == counted(loading, "hits", "demand", "demand", "evicted")
+
+
+# --- real routing ---
+
+TRACE = SHARED / "traces" / "gptoss20b" / "mmlu_test.npz"
+
+
+@pytest.fixture(scope="module")
+def gpt_oss():
+    """(ids int32 [layers, tokens, 4] ascending, offsets of the sequences)"""
+    if not TRACE.exists():
+        pytest.skip(f"{TRACE}: not there")
+    with np.load(TRACE) as file:
+        return np.ascontiguousarray(np.sort(file["ids"], -1).transpose(1, 0, 2), np.int32), file["offsets"].tolist()
+
+
+def replayed(trace, n_sequences, n_slots, policy, misses):
+    """Totals over layers and sequences, each of which begins with an empty cache."""
+    ids, offsets = trace
+    n_layers, n_all, k = ids.shape
+    pointer, ones, event = FFI.cast("int32_t *", FFI.from_buffer(ids)), FFI.new("int32_t[]", [1] * k), LIB.edgemoe_replay_event
+    totals = dict.fromkeys(FIELDS, 0)
+    for layer in range(n_layers):
+        for first, end in zip(offsets[:n_sequences], offsets[1:]):
+            cache = Native(32, n_slots, policy, misses=misses)
+            for at in range((layer * n_all + first) * k, (layer * n_all + end) * k, k):
+                event(cache.handle, pointer + at, ones, k, 1)
+            for field, n in cache.counts["decode"].items():
+                totals[field] += n
+    return totals
+
+
+@pytest.mark.parametrize("n_slots, n_demand", [(5, 3_010_701), (8, 2_098_087), (16, 650_300)])
+def test_lru_on_gpt_oss_as_published(n_slots, n_demand, gpt_oss):
+    """The counts of shared/DATA.md."""
+    totals = replayed(gpt_oss, 201, n_slots, "lru", "load")
+    assert (totals["accesses"], totals["demand"], totals["computed"]) == (5_857_920, n_demand, 0)
