@@ -55,7 +55,7 @@ def open_session(options) -> Session:
         verbose=options.verbose,
         **({"seed": options.seed} if options.seed is not None else {}),
     )
-    note(plan.load_line(llm.source, time.perf_counter() - start))
+    note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0))
     if llm.cache_plan != planned:
         note(llm.cache_plan.line())
     return Session(llm, system=options.system, temperature=options.temp, top_p=options.top_p, max_tokens=options.max_tokens, seed=options.seed)

@@ -19,7 +19,7 @@ from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from edgemoe import _native, machine
-from edgemoe.cache_plan import N_STAGING, CachePlan, plan_cache
+from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import ModelError, ModelFault
 from edgemoe.package import Source
@@ -133,7 +133,7 @@ class _Experts:
 
     def open_cache(self, device: str, n_slots: int, policy: str, misses: str, further: dict) -> bool:
         """False when the device has no room for so many slots. Raises ModelError."""
-        options = self._ffi.new("struct edgemoe_cache_options *", {"seed": True, "n_staging": 0 if misses == "cpu" else min(N_STAGING, n_slots)} | further)
+        options = self._ffi.new("struct edgemoe_cache_options *", {"seed": True} | further)
         names = [self._ffi.new("char[]", name.encode()) for name in (device, policy, misses)]
         options.device, options.policy, options.misses = names
         options.n_slots = n_slots
@@ -314,7 +314,8 @@ class Llama(llama_cpp.Llama):
             self.tokenizer_ = WholePieceTokenizer(self)
         self._guard_context()
         if self.cache_plan.n_slots and not self._experts.all_on_device:
-            self._open_cache(policy or ("lru" if misses == "load" else "placement"), misses, cache_options or {}, may_shrink=slots is None)
+            further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging} | (cache_options or {})
+            self._open_cache(policy or ("lru" if misses == "load" else "placement"), misses, further, may_shrink=slots is None)
 
     def _fits_all_by_itself(self, slots: int | None) -> bool:
         """When every expert fits beside the dense weights, llama.cpp alone is fastest. A package's experts can only come through us."""

@@ -58,13 +58,13 @@ def report(source: Source) -> str:
     return "\n".join(f"{name:<10} {text}" for name, text in rows)
 
 
-def load_line(source: Source, seconds: float) -> str:
-    """One line that says where every byte went."""
+def load_line(source: Source, seconds: float, has_slots: bool = False) -> str:
+    """One line that says where every byte went; what is in slots, the plan of these has said."""
     if not source.layers:
         return f"{source.path}: {source.architecture}, dense, nothing to manage: {human_bytes(source.dense_bytes)} mapped, loaded in {seconds:.2f} s"
     n_expert = _counts(sorted({layer.n_expert for layer in source.layers}))
     return (
-        f"{source.path}: {source.architecture}, {len(source.layers)} layers of {n_expert} experts: {human_bytes(source.expert_bytes)} computed on the CPU where they lie, "
+        f"{source.path}: {source.architecture}, {len(source.layers)} layers of {n_expert} experts: {human_bytes(source.expert_bytes)}, {'those in no slot ' if has_slots else ''}computed on the CPU where they lie, "
         f"{human_bytes(source.dense_bytes)} dense, loaded in {seconds:.2f} s"
     )
 

@@ -57,7 +57,7 @@ def with_metadata(**changes):
 
 # With 4096 tokens of context and batches of 512 tokens.
 KV = 4 * MIB  # 4096 tokens * 2 layers * 2 heads * (64 + 64) * 2 bytes
-COMPUTE = 46 * MIB  # 512 tokens * (4 heads * 4096 scores + 4096 of the mask + (4 + 8) rows of 256) * 4 bytes
+COMPUTE = 54 * MIB  # 512 tokens * (4 heads * 4096 scores + 2 masks of 4096 + (4 + 8) rows of 256) * 4 bytes
 WORKSPACE = 16 * MIB  # 512 tokens * 4 experts * (256 in + 256 out + 3 * 512) * 4 bytes
 MARGIN = 256 * MIB
 NEEDED = 100 * MIB + KV + COMPUTE + WORKSPACE + MARGIN
@@ -66,6 +66,15 @@ SLOT = 128 * MIB
 
 def plan(source=None, found=(CPU, BIG), n_ctx=4096, **options):
     return plan_cache(source or MadeUp(), list(found), n_ctx=n_ctx, **options)
+
+
+def test_what_whole_slots_leave_over_is_for_prompts():
+    # Both layers have experts of one shape: a staging slot is 64 MiB, half of a slot.
+    p = plan(vram=NEEDED + 10 * SLOT + 100 * MIB)
+    assert (p.n_slots, p.n_staging, p.staging_bytes, p.left_bytes) == (10, 1, 64 * MIB, 36 * MIB)
+    assert plan(vram=GIB + 512 * MIB, slots=4).n_staging == (GIB + 512 * MIB - NEEDED - 4 * SLOT) // (64 * MIB) == 9
+    assert plan(slots=4).n_staging == 16  # at most
+    assert plan(slots=32).n_staging == 0  # nothing is missing
 
 
 # --- the device
@@ -126,14 +135,14 @@ def test_never_more_slots_than_experts():
 
 def test_the_budget_is_the_free_memory():
     p = plan(found=[SMALL, CPU])
-    assert p.budget_bytes == 2 * GIB and p.n_slots == 12  # (2048 - 422) / 128
-    assert plan(found=[SMALL, CPU], vram=GIB).n_slots == 4  # (1024 - 422) / 128
+    assert p.budget_bytes == 2 * GIB and p.n_slots == 12  # (2048 - 430) / 128
+    assert plan(found=[SMALL, CPU], vram=GIB).n_slots == 4  # (1024 - 430) / 128
 
 
 def test_a_longer_context_takes_slots_away():
-    # 16384 tokens: 16 MiB of KV cache, and 512 * (4 * 16384 + 16384 + 3072) * 4 bytes = 166 MiB of buffers.
+    # 16384 tokens: 16 MiB of KV cache, and 512 * ((4 + 2) * 16384 + 3072) * 4 bytes = 198 MiB of buffers.
     p = plan(found=[SMALL, CPU], n_ctx=16384)
-    assert (p.kv_bytes, p.compute_bytes, p.n_slots) == (16 * MIB, 166 * MIB, 11)  # (2048 - 554) / 128
+    assert (p.kv_bytes, p.compute_bytes, p.n_slots) == (16 * MIB, 198 * MIB, 11)  # (2048 - 586) / 128
     assert plan(n_ctx=4000).n_ctx == 4096  # llama.cpp rounds up to 256
 
 
@@ -253,8 +262,8 @@ def test_a_header_without_any_key_is_no_error():
 
 
 def test_buffers_of_a_large_vocabulary_and_of_small_batches():
-    # Logits instead of scores: 512 tokens * (100000 + 4096 + 3072) * 4 bytes.
-    assert plan(with_metadata(vocab_size=100000)).compute_bytes == 512 * 107168 * 4
+    # Logits instead of scores: 512 tokens * (100000 + 2 * 4096 + 3072) * 4 bytes.
+    assert plan(with_metadata(vocab_size=100000)).compute_bytes == 512 * 111264 * 4
     p = plan(n_ubatch=64)
     assert (p.compute_bytes, p.workspace_bytes) == (COMPUTE // 8, WORKSPACE // 8)
 
@@ -265,7 +274,7 @@ def test_buffers_of_a_large_vocabulary_and_of_small_batches():
 def test_the_report_has_a_line_for_each():
     lines = plan(found=[SMALL, CPU]).report().splitlines()
     names = [line[:10].strip() for line in lines]
-    assert names == ["device", "budget", "dense", "KV cache", "compute", "workspace", "slots", "margin", "left over", "on the CPU"]
+    assert names == ["device", "budget", "dense", "KV cache", "compute", "workspace", "slots", "staging", "margin", "left over", "on the CPU"]
     assert lines[0] == "device     Vulkan2 (NVIDIA T400), 2.0 GiB free"
     assert lines[6] == "slots         1.5 GiB  of 4.0 GiB experts: 12 of 32 per layer, 4 used per token"
     assert lines[-1] == "on the CPU experts that are in no slot (2.5 GiB)"
@@ -286,7 +295,7 @@ def test_what_is_left_to_the_cpu(options, text):
 
 def test_the_line_before_loading():
     assert plan(found=[SMALL]).line() == (
-        "Vulkan2 (NVIDIA T400): 12 of 32 expert slots per layer, 1.5 GiB; dense 100.0 MiB, KV cache 4.0 MiB, buffers 62.0 MiB; budget 2.0 GiB"
+        "Vulkan2 (NVIDIA T400): 12 of 32 expert slots per layer, 1.5 GiB; dense 100.0 MiB, KV cache 4.0 MiB, buffers 70.0 MiB; budget 2.0 GiB"
     )
     assert plan(vram=GIB - GIB // 4).line() == "no experts on a GPU: room for 2 slots per layer, a token uses 4: off"
     assert "per layer (fewer slots than" in plan(slots=2).line()

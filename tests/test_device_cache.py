@@ -2,10 +2,12 @@
 bit-identical, wherever an expert was computed. test_vulkan_cache.py does the same with a bound on a Vulkan device, where one is at hand."""
 
 import itertools
+import threading
 
 import numpy as np
 import pytest
 from conftest import SHARED
+from llama_cpp import llama_cpp as C
 from tiny_models import FAMILIES
 
 import edgemoe
@@ -135,6 +137,12 @@ def test_failed_uploads_are_computed_on_the_cpu_and_counted(fail_every, misses, 
         assert stats["n_on_device"] == 0 and stats["n_decode_hits"] == 0
 
 
+def test_nothing_is_read_beside_the_experts_that_are_there(models, expected):
+    gguf = models("qwen3moe", "F16", n_ff_exp=96)
+    found, _, _ = run(gguf, 8, misses="load", cache_options={"poison": True})
+    np.testing.assert_array_equal(found, expected(gguf))
+
+
 def test_our_kernels_beside_a_device_stay_within_the_bound(models):
     gguf = models("qwen3moe", "Q4_0")
     plain = engine.open_plain([str(gguf)], **OPTIONS)
@@ -230,11 +238,75 @@ def test_a_device_with_less_room_than_it_says(models, expected):
     gguf = models("qwen3moe", "Q8_0")
     with edgemoe.Source(gguf) as source:
         slot_bytes = sum(layer.bytes_per_expert for layer in source.layers)
-    room = {"most_bytes": 7 * slot_bytes}
+    room = {"most_bytes": 7 * slot_bytes, "n_staging": 2}
     with pytest.raises(ModelError, match="CPU has no room for 12 expert slots per layer"):
         run(gguf, 12, cache_options=room)
     # Where the number was ours, not the user's, there are fewer slots and a word about it.
     llm = edgemoe.Llama(gguf, vram=2**31, device="CPU", exact=True, cache_options=room, **OPTIONS)
     assert 0 < llm.cache_plan.n_slots <= 7 and "had no room" in llm.cache_plan.reason
     np.testing.assert_array_equal(logits(llm), expected(gguf))
+    llm.close()
+
+
+CANCEL = """
+import os, signal, sys, threading, time
+import numpy as np
+import edgemoe
+llm = edgemoe.Llama(sys.argv[1], slots=5, device="CPU", exact=True, misses="load", n_ctx=8192, n_batch=8192, n_threads=1, verbose=False)
+llm.eval([5]); llm.eval([6])
+def interrupt():
+    time.sleep(0.7)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    llm.eval([7] * 8000)
+    print("finished")
+except KeyboardInterrupt:
+    print("interrupted")
+def decode():
+    llm.reset()
+    out = []
+    for token in range(20, 40):
+        llm.eval([token])
+        out.append(np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),)).copy())
+    return np.stack(out)
+first = decode()
+layers = llm.expert_stats_by_layer()
+llm.clear_cache()
+print(np.array_equal(first, decode()), all(c["decode"]["n_accesses"] == c["decode"]["n_hits"] + c["decode"]["n_demand"] + c["decode"]["n_computed"] for c in layers))
+llm.close()
+"""
+
+
+def test_a_prompt_that_is_cancelled_leaves_the_slots_usable(models, python):
+    result = python(CANCEL, models("qwen3moe", "F32", n_ff_exp=512, n_layer=4))
+    assert result.stdout.split() == ["interrupted", "True", "True"], result.stdout + result.stderr
+
+
+def test_two_contexts_of_one_model_share_its_slots(models, expected):
+    """Two threads decode the same tokens, each in a context of its own; slots are few, so each evicts what the other wants."""
+    gguf = models("qwen3moe", "Q8_0")
+    llm = edgemoe.Llama(gguf, slots=5, device="CPU", exact=True, misses="load", **OPTIONS)
+    second = C.llama_init_from_model(llm._model.model, llm.context_params)
+    batches = fed(llm.n_vocab())
+    rows = {}
+
+    def decode(name, context):
+        found = []
+        for tokens in batches:
+            array = (C.llama_token * len(tokens))(*tokens)  # a batch only points to it
+            assert C.llama_decode(context, C.llama_batch_get_one(array, len(tokens))) == 0
+            found.append(np.ctypeslib.as_array(C.llama_get_logits_ith(context, -1), shape=(llm.n_vocab(),)).copy())
+        rows[name] = np.stack(found)
+
+    threads = [threading.Thread(target=decode, args=each) for each in (("first", llm.ctx), ("second", second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    C.llama_free(second)
+    last_of_each = np.cumsum(BATCHES) - 1
+    for name in ("first", "second"):
+        np.testing.assert_array_equal(rows[name], expected(gguf)[last_of_each], err_msg=name)
+    check_counts(llm.expert_stats(), llm.expert_stats_by_layer(), 5)
     llm.close()

@@ -81,6 +81,7 @@ struct edgemoe_cache_options {
     uint64_t     most_block_bytes;   // per tensor; 0: as the device allows
     uint64_t     most_bytes;      // on the device; 0: as it has
     uint32_t     fail_every;      // for tests: every so manieth upload fails; 0: none
+    bool         poison;          // for tests: slots hold NaN before an expert comes, where they should hold zeros
 };
 
 struct edgemoe_cache_info {

@@ -295,7 +295,7 @@ void edgemoe_model_get_stats(const edgemoe_model * model, edgemoe_stats * stats)
 int edgemoe_model_open_cache(edgemoe_model * model, const edgemoe_cache_options * o) {
     return guarded([&] {
         try {
-            model->m->open_cache({ o->device, tier_options_of(*o), o->most_block_bytes, o->most_bytes, o->fail_every });
+            model->m->open_cache({ o->device, tier_options_of(*o), o->most_block_bytes, o->most_bytes, o->fail_every, o->poison });
             return 0;
         } catch (const no_room & e) {
             last_error = e.what();

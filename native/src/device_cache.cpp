@@ -36,7 +36,11 @@ static tier_options with_staging(tier_options options, int32_t n_staging) {
 device_cache::device_cache(const source & s, const store & from, const cache_options & options)
     : slots(s, from, device_named(options.device), options.slots.n_slots, options.slots.n_staging, options.most_block_bytes,
         options.most_bytes),
-      experts(layers_of(s), with_staging(options.slots, slots.n_staging()), [this](const transfer & t) { return upload(t); }), fail_every(options.fail_every) {}
+      experts(layers_of(s), with_staging(options.slots, slots.n_staging()), [this](const transfer & t) { return upload(t); }), fail_every(options.fail_every) {
+    if (options.poison) {
+        slots.fill(0xff);
+    }
+}
 
 bool device_cache::upload(const transfer & t) {
     if (fail_every && ++n_uploads % fail_every == 0) {

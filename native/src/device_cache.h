@@ -15,6 +15,7 @@ struct cache_options {
     size_t       most_block_bytes = 0;  // per tensor; 0: as the device allows
     size_t       most_bytes = 0;        // of all; 0: as the device has
     uint32_t     fail_every = 0;        // for tests: every so manieth upload fails
+    bool         poison = false;        // for tests: NaN in slots before an expert comes
 };
 
 struct device_cache {

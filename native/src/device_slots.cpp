@@ -80,7 +80,7 @@ device_slots::device_slots(const source & s, const store & from, ggml_backend_de
         throw no_room(std::string(ggml_backend_dev_name(device)) + " has no room for " + std::to_string(n_slots) + " expert slots per layer");
     }
     // Device kernels read past the end of a row, up to the next slot, and multiply what they find by zero: it must not be NaN.
-    ggml_backend_buffer_clear(memory.get(), 0);
+    fill(0);
     if (const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(device)) {
         staging.reset(ggml_backend_buft_alloc_buffer(pinned, largest));
         if (staging && ggml_backend_buffer_get_type(staging.get()) != pinned) {
@@ -110,6 +110,8 @@ bool device_slots::write(size_t layer, int32_t expert, int32_t slot) {
     }
     return true;
 }
+
+void device_slots::fill(uint8_t value) { ggml_backend_buffer_clear(memory.get(), value); }
 
 size_t device_slots::bytes() const { return ggml_backend_buffer_get_size(memory.get()); }
 

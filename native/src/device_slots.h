@@ -34,6 +34,8 @@ struct device_slots {
     int32_t n_staging() const { return n_stage; }   // fewer than asked for where a device limits the size of a tensor
     // Copies an expert into a slot. Called by one thread at a time. False when the device refuses.
     bool   write(size_t layer, int32_t expert, int32_t slot);
+    // All bytes of all slots.
+    void   fill(uint8_t value);
     size_t bytes() const;
     bool   has_pinned() const { return staging != nullptr; }
 

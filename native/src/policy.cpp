@@ -1,6 +1,7 @@
 #include "policy.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <stdexcept>
 
@@ -95,7 +96,7 @@ static parameters parse(const std::string & text, const std::string & name, para
         try {
             size_t used;
             it->second = std::stod(p.substr(equals + 1), &used);
-            if (used != p.size() - equals - 1) {
+            if (used != p.size() - equals - 1 || !std::isfinite(it->second)) {
                 throw std::invalid_argument("");
             }
         } catch (const std::exception &) {
@@ -115,8 +116,8 @@ std::unique_ptr<policy> make_policy(const std::string & text, int32_t n_expert) 
     if (name == "placement") {
         const parameters p = parse(text, name, { { "every", 32 }, { "decay", 0.5 }, { "bonus", -1 } });
         const double every = p.at("every"), decay = p.at("decay"), bonus = p.at("bonus");
-        if (every < 1 || decay < 0 || decay >= 1) {
-            throw std::invalid_argument("policy " + text + ": wanted every of 1 or more, decay from 0 to below 1");
+        if (every < 1 || every > 1e9 || decay < 0 || decay >= 1) {
+            throw std::invalid_argument("policy " + text + ": wanted every of 1 or more (up to 1e9), decay from 0 to below 1");
         }
         return std::make_unique<placement>(n_expert, (int64_t) every, decay, bonus < 0 ? every / 16 : bonus);
     }
