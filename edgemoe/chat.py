@@ -58,6 +58,8 @@ def open_session(options) -> Session:
     note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0))
     if llm.cache_plan != planned:
         note(llm.cache_plan.line())
+    if llm.cache_plan.device != "CPU" and llm.cache_info() and not llm.cache_info()["pinned"]:
+        note(f"{llm.cache_plan.device} offers no pinned memory (ulimit -l?): uploads take one copy more")
     return Session(llm, system=options.system, temperature=options.temp, top_p=options.top_p, max_tokens=options.max_tokens, seed=options.seed)
 
 
@@ -128,6 +130,8 @@ def _show(session: Session, pieces, quiet: bool) -> Reply:
     if reply.finish_reason in WHY_STOPPED:
         note(f"[{WHY_STOPPED[reply.finish_reason]}]")
     note(f"[{reply.line()}]")
+    if reply.experts.get("n_decode_accesses") and session.llm.cache_info()["misses"] == "off":
+        note(f"[the slots are left alone: computing everything on the CPU was faster than with {session.llm.cache_plan.device}; --misses cpu uses them all the same]")
     return reply
 
 

@@ -29,6 +29,7 @@ from edgemoe.devices import devices
 
 ROOT = Path(__file__).parent.parent
 N_WARM = 32
+PHASES = ("prompt", "decode", "second_prompt")
 PARITY_BOUND = 0.1  # standard deviations of the logits, rms; as edgemoe verify
 
 
@@ -107,7 +108,7 @@ def row(name: str, results: list[dict], base: list[tuple[float, float, float]], 
     same = min(int((x.argmax(1) == reference["logits"].argmax(1)).sum()) for x in logits)
     s = results[-1]["stats"]
     out = {"variant": name, "rms": rms, "same_best_token": same, "of": len(reference["logits"])}
-    for i, phase in enumerate(("prompt", "decode", "second_prompt")):
+    for i, phase in enumerate(PHASES):
         out[phase] = median(r[phase] for r in results)
         out[f"{phase}_ratio"] = median(r[phase] / b[i] for r, b in zip(results, base)) if base else 1.0
     if s.get("n_decode_accesses"):
@@ -173,24 +174,24 @@ def main() -> int:
             variants.append((f"{n} slots ({n / n_expert:.0%}), misses {misses}", make))
     variants.append(("no slots again", no_slots[1]))
 
+    device = next((d for d in devices() if d.name == o.device), None)
+    about = {
+        "model": Path(o.model).name, "cpu": machine.cpu_name(), "threads": o.threads, "device": o.device, "description": device.description if device else "",
+        "gpu_layers": o.gpu_layers, "exact": o.exact, "n_prompt": o.n_prompt, "n_decode": o.n_decode, "policy": o.policy,
+    }
     results: dict[str, list[dict]] = {name: [] for name, _ in variants}
+    rows: list[dict] = []
     for i in range(o.rounds):
         for name, make in variants:
             print(f"round {i + 1} of {o.rounds}: {name}", file=sys.stderr)
             with closing(make()) as llm:
                 results[name].append(measure(llm, prompt, second, reference["tokens"], o.n_decode))
-    phases = ("prompt", "decode", "second_prompt")
-    base = [tuple((a[p] + b[p]) / 2 for p in phases) for a, b in zip(results["no slots"], results["no slots again"])]
-    rows = [row(name, results[name], base, reference, o.n_decode) for name, _ in variants]
-    device = next((d for d in devices() if d.name == o.device), None)
-    about = {
-        "model": Path(o.model).name, "cpu": machine.cpu_name(), "threads": o.threads, "device": o.device, "description": device.description if device else "",
-        "gpu_layers": o.gpu_layers, "exact": o.exact, "n_prompt": o.n_prompt, "n_decode": o.n_decode, "rounds": o.rounds, "policy": o.policy,
-    }
-    print(json.dumps(about))
+        base = [tuple((a[p] + b[p]) / 2 for p in PHASES) for a, b in zip(results["no slots"], results["no slots again"])]
+        rows = [row(name, results[name], base, reference, o.n_decode) for name, _ in variants]
+        if o.json:  # after every round: a run that is cut short leaves what it had
+            Path(o.json).write_text(json.dumps({"about": about | {"rounds": i + 1}, "rows": rows}, indent=1))
+    print(json.dumps(about | {"rounds": o.rounds}))
     print(table(rows))
-    if o.json:
-        Path(o.json).write_text(json.dumps({"about": about, "rows": rows}, indent=1))
     # A variant of llama.cpp's own that differs is shown, not judged.
     bound = 0 if o.exact and o.device == "CPU" and not o.gpu_layers else PARITY_BOUND
     return int(any(r["rms"] > bound for r in rows if not r["variant"].startswith("llama.cpp")))

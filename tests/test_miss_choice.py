@@ -49,35 +49,39 @@ def choice():
         c.lib.edgemoe_choice_close(c.handle)
 
 
-@pytest.mark.parametrize("fastest", ["cpu", "load", "split"])
+MODES = ("cpu", "load", "split", "off")
+ASKED = 64 + 4 * 10  # steps until the first question is answered: the slots fill, and each mode is tried for 10
+
+
+@pytest.mark.parametrize("fastest", MODES)
 def test_auto_tries_all_and_keeps_the_fastest(fastest, choice):
     c = choice()
-    tried = c.steps(40, {mode: 1.0 if mode == fastest else 1.5 for mode in ("cpu", "load", "split")})
-    assert set(tried) == {"cpu", "load", "split"}
-    assert c.mode == fastest and c.steps(200, {"cpu": 1, "load": 1, "split": 1}) == [fastest] * 200
+    tried = c.steps(ASKED + 1, {mode: 1.0 if mode == fastest else 1.5 for mode in MODES})
+    assert tried[:64] == ["cpu"] * 64 and set(tried) == set(MODES)
+    assert c.mode == fastest and c.steps(200, dict.fromkeys(MODES, 1.0)) == [fastest] * 200
 
 
 def test_a_forced_mode_is_never_left(choice):
     for mode in ("cpu", "load"):
         c = choice(mode)
-        assert set(c.steps(2000, {"cpu": 1, "load": 5, "split": 0.1})) == {mode} and c.n_to_load(6) == (0 if mode == "cpu" else 6)
+        assert set(c.steps(2000, {"cpu": 1, "load": 5, "split": 0.1, "off": 0.1})) == {mode} and c.n_to_load(6) == (0 if mode == "cpu" else 6)
 
 
 def test_a_small_advantage_does_not_move_it(choice):
     c = choice()
-    c.steps(40, {"cpu": 1.0, "load": 0.97, "split": 2.0})
+    c.steps(ASKED + 1, {"cpu": 1.0, "load": 0.97, "split": 2.0, "off": 1.5})
     assert c.mode == "cpu"
 
 
 def test_a_hopeless_mode_is_given_up_after_one_step(choice):
     c = choice()
-    tried = c.steps(40, {"cpu": 1.0, "load": 30.0, "split": 15.0})
+    tried = c.steps(ASKED + 1, {"cpu": 1.0, "load": 30.0, "split": 15.0, "off": 1.2})
     assert c.mode == "cpu" and tried.count("load") <= 4 and tried.count("split") <= 4
 
 
 def test_it_asks_again_later_and_less_and_less_often(choice):
     c = choice()
-    modes = c.steps(3000, {"cpu": 1.0, "load": 1.5, "split": 1.5})
+    modes = c.steps(3000, {"cpu": 1.0, "load": 1.5, "split": 1.5, "off": 1.5})
     questions = [i for i in range(1, len(modes)) if modes[i] == "load" and modes[i - 1] != "load"]
     gaps = [b - a for a, b in zip(questions, questions[1:])]
     assert len(gaps) >= 2 and gaps == sorted(gaps) and gaps[-1] > 1.5 * gaps[0]
@@ -86,16 +90,16 @@ def test_it_asks_again_later_and_less_and_less_often(choice):
 def test_it_follows_a_machine_that_changes(choice):
     c = choice()
     c.rates(cpu=10e9, load=5e9)
-    c.steps(40, {"cpu": 1.0, "load": 1.5, "split": 1.5})
+    c.steps(ASKED + 1, {"cpu": 1.0, "load": 1.5, "split": 1.5, "off": 1.5})
     assert c.mode == "cpu"
     c.rates(cpu=2e9, load=5e9)  # something else takes the CPU
-    c.steps(400, {"cpu": 3.0, "load": 1.0, "split": 1.5})
+    c.steps(400, {"cpu": 3.0, "load": 1.0, "split": 1.5, "off": 4.0})
     assert c.mode == "load"
 
 
 def test_a_split_lets_both_sides_end_together(choice):
     c = choice()
-    c.steps(40, {"cpu": 2.0, "load": 2.0, "split": 1.0})
+    c.steps(ASKED + 1, {"cpu": 2.0, "load": 2.0, "split": 1.0, "off": 3.0})
     assert c.mode == "split"
     c.rates(cpu=12e9, load=4e9)
     assert [c.n_to_load(n) for n in (0, 1, 4, 8)] == [0, 0, 1, 2]

@@ -87,7 +87,7 @@ struct edgemoe_cache_options {
 struct edgemoe_cache_info {
     uint64_t bytes;               // on the device
     bool     pinned;              // uploads go through pinned memory
-    const char * misses;          // what is done with them now: cpu, load, split
+    const char * misses;          // what is done with them now: cpu, load, split; off: the device is left alone, it is slower than the CPU
     double   cpu_rate;            // bytes per second of experts computed on the CPU, of the first layer's kind; 0: not measured yet
     double   load_rate;           // and loaded
 };
@@ -186,7 +186,7 @@ int                    edgemoe_replay_get_residents(const edgemoe_replay * repla
 // `misses`: cpu, load, auto.
 edgemoe_choice *       edgemoe_choice_open(const char * misses);
 void                   edgemoe_choice_close(edgemoe_choice * choice);
-const char *           edgemoe_choice_mode(const edgemoe_choice * choice);   // cpu, load, split
+const char *           edgemoe_choice_mode(const edgemoe_choice * choice);   // cpu, load, split, off
 uint32_t               edgemoe_choice_n_to_load(const edgemoe_choice * choice, uint32_t n_misses);
 // Measured: bytes per second computed on the CPU, and loaded; and a step that took so long for so many routed pairs.
 void                   edgemoe_choice_rates(edgemoe_choice * choice, double cpu, double load);

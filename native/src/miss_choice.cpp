@@ -7,18 +7,14 @@
 namespace edgemoe {
 
 const char * miss_mode_name(miss_mode m) {
-    static const char * const names[] = { "cpu", "load", "split" };
+    static const char * const names[] = { "cpu", "load", "split", "off" };
     return names[(size_t) m];
 }
 
-miss_choice::miss_choice(const std::string & how) : automatic(how == "auto") {
-    if (how == "load") {
-        chosen = miss_mode::load;
-    } else if (how != "cpu" && !automatic) {
+miss_choice::miss_choice(const std::string & how, std::vector<miss_mode> candidates, pace steps)
+    : order(std::move(candidates)), steps(steps), automatic(how == "auto"), chosen(how == "load" ? miss_mode::load : order[0]), pause(steps.n_before) {
+    if (how != "cpu" && how != "load" && !automatic) {
         throw std::invalid_argument("misses: " + how + ", wanted cpu, load or auto");
-    }
-    if (automatic) {
-        begin_trials();
     }
 }
 
@@ -45,9 +41,9 @@ double miss_choice::load_rate(int kind) const { return rate(load_rates, kind); }
 
 int32_t miss_choice::n_to_load(int32_t n_misses, int kind) const {
     switch (mode()) {
-        case miss_mode::cpu:  return 0;
-        case miss_mode::load: return n_misses;
-        default: break;
+        case miss_mode::cpu: case miss_mode::off: return 0;
+        case miss_mode::load:                     return n_misses;
+        case miss_mode::split:                    break;
     }
     const double p = load_rate(kind), c = cpu_rate(kind);
     return p + c > 0 ? (int32_t) std::lround(n_misses * p / (p + c)) : n_misses / 2;
@@ -67,7 +63,7 @@ double miss_choice::ratio() const {
 }
 
 void miss_choice::begin_trials() {
-    result = {};
+    result.clear();
     samples.clear();
     // The mode in use first: the others are judged against it, and given up early when they are hopeless.
     std::stable_partition(order.begin(), order.end(), [&](miss_mode m) { return m == chosen; });
@@ -76,7 +72,7 @@ void miss_choice::begin_trials() {
 
 void miss_choice::end_trial() {
     std::nth_element(samples.begin(), samples.begin() + (ptrdiff_t) samples.size() / 2, samples.end());
-    result[(size_t) trial] = samples[samples.size() / 2];
+    result.push_back(samples[samples.size() / 2]);
     samples.clear();
     if (++trial == (int) order.size()) {
         decide();
@@ -87,7 +83,7 @@ void miss_choice::decide() {
     const size_t best = (size_t) (std::min_element(result.begin(), result.end()) - result.begin());
     const bool   same = best == 0 || result[best] > DEAD_BAND * result[0];
     chosen     = same ? order[0] : order[best];
-    pause      = same ? std::min(2 * pause, LONGEST_PAUSE) : FIRST_PAUSE;
+    pause      = same ? std::min(std::max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE) : FIRST_PAUSE;
     trial      = -1;
     n_steps    = 0;
     ratio_then = ratio();
@@ -107,12 +103,12 @@ void miss_choice::step(double seconds, int64_t n_pairs) {
         }
         return;
     }
-    if ((size_t) n_steps <= N_SETTLE) {
+    if ((size_t) n_steps <= steps.n_settle) {
         return;
     }
     samples.push_back(seconds / (double) n_pairs);
     const bool hopeless = trial > 0 && samples.back() > HOPELESS * result[0];
-    if (samples.size() == N_TRIAL || hopeless) {
+    if (samples.size() == steps.n_trial || hopeless) {
         n_steps = 0;
         end_trial();
     }

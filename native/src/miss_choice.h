@@ -1,10 +1,10 @@
-// What to do with the misses of a step: compute them on the CPU where they lie, load them to the device first, or some of each.
+// What to do with the misses of a step: compute them on the CPU where they lie, load them to the device first, or some of each; or leave the device alone.
 //
-// Rates measured at another time mislead (a peer loses 8 to 40 times on the wrong host), so everything here is measured on the steps that run: each mode is
-// tried for a few steps, the fastest stays, and the question is asked again when the rates have moved. Pure arithmetic; whoever owns it guards it.
+// Rates measured at another time mislead (a peer loses 8 to 40 times on the wrong host), so everything here is measured on the steps that run: once the slots are
+// filled each mode is tried for a few steps, the fastest stays, and the question is asked again when the rates have moved, or after a while. Pure arithmetic; whoever
+// owns it guards it.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -13,13 +13,17 @@
 
 namespace edgemoe {
 
-enum class miss_mode { cpu, load, split };
+// off: hits are computed on the CPU as well, for devices that are slower than it.
+enum class miss_mode { cpu, load, split, off };
 
 const char * miss_mode_name(miss_mode m);
 
 struct miss_choice {
-    // `how`: cpu, load, or auto. Throws std::invalid_argument.
-    explicit miss_choice(const std::string & how);
+    // `how`: cpu, load, or auto, which tries `candidates`, the first of which is used until then. Throws std::invalid_argument.
+    // Steps: of a trial, at its start not counted, before the first question.
+    struct pace { size_t n_trial, n_settle; int64_t n_before; };
+    explicit miss_choice(const std::string & how, std::vector<miss_mode> candidates = { miss_mode::cpu, miss_mode::load, miss_mode::split, miss_mode::off },
+        pace steps = { 8, 2, 64 });
 
     miss_mode mode() const { return trial >= 0 ? order[(size_t) trial] : chosen; }
     // How many of n misses are to be loaded: all, none, or the share that lets both sides end together.
@@ -40,17 +44,17 @@ private:
     void   decide();
     double ratio() const;   // of the load rate to the CPU's, over all kinds; 0 when unknown
 
-    static constexpr size_t N_TRIAL = 8, N_SETTLE = 2;   // steps; the first ones of a trial still run with the cache that another mode has left
     static constexpr double DEAD_BAND = 0.95, DRIFT = 1.5, HOPELESS = 2.0;
     static constexpr int64_t FIRST_PAUSE = 256, LONGEST_PAUSE = 8192;
 
-    std::array<miss_mode, 3> order = { miss_mode::cpu, miss_mode::load, miss_mode::split };
+    std::vector<miss_mode>   order;
+    pace                     steps;
     bool                     automatic;
-    miss_mode                chosen = miss_mode::cpu;
-    int                      trial = -1;               // index into order, or -1 while the choice stands
-    std::array<double, 3>    result = {};              // seconds per pair, 0: not tried
+    miss_mode                chosen;
+    int                      trial = -1;    // index into order, or -1 while the choice stands
+    std::vector<double>      result;        // seconds per pair, in the order of `order`
     std::vector<double>      samples;
-    int64_t                  n_steps = 0, pause = FIRST_PAUSE;
+    int64_t                  n_steps = 0, pause;
     double                   ratio_then = 0;
     std::map<int, double>    cpu_rates, load_rates;
 };

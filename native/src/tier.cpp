@@ -25,7 +25,8 @@ access_counts & access_counts::operator+=(const access_counts & o) {
 }
 
 tier::tier(std::vector<tier_layer> infos, const tier_options & options, std::function<bool(const transfer &)> how)
-    : options(options), upload(std::move(how)), choice(options.misses), stage((size_t) options.n_staging, staging::failed) {
+    : options(options), upload(std::move(how)), choice(options.misses),
+      prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 8, 0, 0 }), stage((size_t) options.n_staging, staging::failed) {
     for (const tier_layer & info : infos) {
         layers.push_back({ info, residency(info.n_expert, options.n_slots), make_policy(options.policy, info.n_expert), {} });
     }
@@ -153,18 +154,23 @@ void tier::stream(visit & v) {
 tier::visit tier::begin(size_t layer, event e) {
     std::lock_guard<std::mutex> lock(mutex);
     layer_state & l = layers[layer];
-    visit v = { layer, std::move(e), phase::decode, {}, {}, false, {} };
+    visit v = { layer, std::move(e), phase::decode, {}, {}, false, false, 0, {} };
     v.when = v.e.n_tokens > MOST_DECODED ? phase::prompt : phase::decode;
     v.slot.assign(v.e.experts.size(), -1);
     v.awaited.assign(v.e.experts.size(), arrival::none);
+    v.left_alone = (v.when == phase::prompt ? prompt_choice : choice).mode() == miss_mode::off;
     for (size_t i = 0; i < v.slot.size(); i++) {
-        v.slot[i] = l.in.slot_of(v.e.experts[i]);
-        if (v.slot[i] >= 0) {
+        const int32_t at = l.in.slot_of(v.e.experts[i]);
+        v.n_there += at >= 0;
+        if (at >= 0 && !v.left_alone) {
+            v.slot[i] = at;
             l.in.pin(v.e.experts[i]);
         }
     }
-    demand(v);
-    stream(v);
+    if (!v.left_alone) {
+        demand(v);
+        stream(v);
+    }
     return v;
 }
 
@@ -202,6 +208,9 @@ void tier::bring_in(const visit & v) {
         l.by->observe_prompt(v.e);
     } else {
         l.by->observe(v.e);
+    }
+    if (v.left_alone) {
+        return;   // what is there stays, for the next time that it is tried
     }
     std::vector<residency::insertion> changes;
     if (l.by->wants_refine(l.in)) {
@@ -255,6 +264,9 @@ void tier::end(visit & v, const cost & c) {
     }
     if (v.when == phase::prompt) {
         prompts.computed(l.info.kind, (double) c.n_cpu_pairs, c.cpu_seconds);
+        if (v.n_there > 0) {   // else there was nothing to choose
+            prompt_choice.step(c.seconds, c.n_pairs);
+        }
     } else {
         choice.computed(l.info.kind, c.cpu_bytes, c.cpu_seconds);
         // A step ends when a layer comes up that is not behind the last one.

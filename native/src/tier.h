@@ -61,6 +61,8 @@ struct tier {
         std::vector<int32_t> slot;      // per expert of the event; -1: on the CPU
         std::vector<arrival> awaited;   // per expert: being loaded, wait before the slot is used
         bool                 any_awaited = false;
+        bool                 left_alone = false;   // the device, though experts are there
+        int32_t              n_there = 0;          // experts that are
         std::vector<int32_t> staged;    // experts in staging slots, in the order of these: slots n_slots(layer) ...
     };
     visit begin(size_t layer, event e);
@@ -106,6 +108,7 @@ private:
     std::condition_variable  arrived;
     std::vector<layer_state> layers;
     miss_choice              choice;
+    miss_choice              prompt_choice;      // between hits on the device and all on the CPU; its steps are events
     stream_choice            prompts;
     enum class staging : uint8_t { loading, loaded, failed };
     std::vector<staging>     stage;              // of the staging slots
