@@ -111,7 +111,9 @@ class _Experts:
         if self.source.kind != "dense" and not self.all_on_device:
             buffer_type = _native.number(self._lib.edgemoe_model_buffer_type(self.handle))
             patterns = [self._ffi.string(self._lib.edgemoe_expert_pattern())]
-            if not self.use_extra_bufts and not _offloads_dense(params.n_gpu_layers):
+            if _offloads_dense(params.n_gpu_layers):
+                patterns.append(self._ffi.string(self._lib.edgemoe_expert_bias_pattern()))
+            elif not self.use_extra_bufts:
                 patterns.append(self._ffi.string(self._lib.edgemoe_dense_pattern(self.handle)))
             overrides = [_BufferOverride(pattern, buffer_type) for pattern in patterns if pattern] + [_BufferOverride(None, None)]
             overrides = (_BufferOverride * len(overrides))(*overrides)

@@ -38,7 +38,6 @@ EOF
 
 most_bytes=60000000
 cmake_args="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
-misses=cpu,load,auto
 most_rounds=3
 
 say() { printf 'gpu_check: %s\n' "$*"; }
@@ -297,54 +296,70 @@ make_model() {
 
 report() { timeout -k 5 60 "$python" scripts/gpu_check.py report "$work" "$out" "$@"; }
 
-measure() {  # measure PASS LIMIT ROUNDS SLOTS: one run of the benchmark, then a report of all there is
-    local began=$SECONDS status=0
-    limited "$2" "$python" scripts/bench_device_cache.py "$model" --device "$device" --gpu-layers -1 --slots "$4" --misses "$misses" "${sizes[@]}" \
-        --rounds "$3" --json "$work/$1.json" || status=$?
+measure() {  # measure PASS ROUNDS SLOTS MISSES: one run of the benchmark, then a report of all there is; fails when it left no results
+    # The benchmark writes after every round, so a last one that does not fit costs nothing but its own results.
+    local began=$SECONDS limit=$(($(left) - 10)) status=0 how=''
+    limited "$limit" "$python" scripts/bench_device_cache.py "$model" --device "$device" --gpu-layers -1 --slots "$3" --misses "$4" "${sizes[@]}" \
+        --rounds "$2" --json "$work/$1.json" || status=$?
     took "$1" "$began"
     case $status in
-        0 | 1) ;;  # 1: logits, which the report judges; or it failed and there are no rows
-        124 | 137) note "$1 ran past its limit of $2 s" ;;
-        *) note "$1 ended with exit code $status" ;;
+        0 | 1) ;;  # 1: logits, which the report judges; or it failed and there are no results
+        124 | 137) how="was cut off after $limit s" ;;
+        *) how="ended with exit code $status: $(tail -n 1 "$log" | cut -c 1-200)" ;;
     esac
-    if [ "$status" -ne 0 ] && [ ! -f "$work/$1.json" ]; then
+    [ -z "$how" ] || note "$1 $how"
+    if [ ! -f "$work/$1.json" ]; then
         failed=1
         note "$1 left no results"
         log_tail 20
+        status=-1
     fi
     report || true
+    [ "$status" -ge 0 ]
 }
 
-rounds_that_fit() {  # rounds_that_fit N_VARIANTS: in the time that is left, from what the first pass took for one variant; it also counts reading the reference
-    local each=$(((first_seconds + n_first) / (n_first + 1))) n
-    n=$((($(left) - 10 - each) / (each * $1 + 1)))
-    if [ "$n" -gt "$most_rounds" ]; then n=$most_rounds; fi
-    echo "$n"
+measure_first() {  # sets misses to what works; whatever crashes takes the rest of its pass with it, so then each on its own
+    local mode working=()
+    if measure pass-1 1 "$first_slots" "$misses"; then return 0; fi
+    for mode in ${misses//,/ }; do
+        if [ "$(left)" -gt 60 ] && measure "pass-1-$mode" 1 "$first_slots" "$mode"; then working+=("$mode"); fi
+    done
+    misses=$(IFS=,; printf '%s' "${working[*]}")
+    [ -n "$misses" ]
+}
+
+fits() {  # fits N_VARIANTS: one round, going by what the last pass took for one variant or for reading the reference, and with a quarter to spare
+    each=$((1 + (SECONDS - began) / (n_last + 1)))
+    [ $((each * ($1 + 1) * 5 / 4 + 10)) -le "$(left)" ]
 }
 
 measure_all() {
     # Besides slots: no slots, twice, and llama.cpp, twice. All experts in slots is one variant.
-    local began=$SECONDS n_first=7 n_all=17 n_few=11 first_seconds rounds
+    local began=$SECONDS n_last=7 n_all=17 n_few=11 n_modes each
     say "first pass: are the logits right?"
-    measure pass-1 $(($(left) - 15)) 1 "$first_slots"
-    [ -z "$failed" ] || return 0
-    first_seconds=$((SECONDS - began))
+    measure_first || return 0
     [ -z "$tiny" ] || return 0
-    rounds=$(rounds_that_fit "$n_all")
-    if [ "$rounds" -ge 1 ]; then
-        say "second pass: all variants, $rounds round(s); $(left) s left"
-        measure pass-2 $(($(left) - 10)) "$rounds" 5%,12.5%,25%,50%,100%
-    elif [ "$(rounds_that_fit "$n_few")" -ge 1 ]; then
-        note "no time for all variants: $(left) s left, the first pass took $first_seconds s"
-        measure pass-2 $(($(left) - 10)) 1 5%,25%,100%
+    if [ "$misses" != cpu,load,auto ]; then
+        n_modes=$(wc -w <<<"${misses//,/ }")
+        n_last=$((4 + n_modes)) n_all=$((5 + 4 * n_modes)) n_few=$((5 + 2 * n_modes))
+    fi
+    if ! fits "$n_all" && fits "$n_few"; then
+        # Drivers compile shaders at their first use: the first pass may have been slow for that alone.
+        say "a short pass, for there may be no time for a long one; $(left) s left"
+        began=$SECONDS n_last=$n_few
+        measure pass-2 1 5%,25%,100% "$misses" || return 0
+    fi
+    if fits "$n_all"; then
+        say "all variants; $(left) s left"
+        measure pass-3 "$most_rounds" 5%,12.5%,25%,50%,100% "$misses" || true
     else
-        note "no time for more than the first pass, which took $first_seconds s: $(left) s left"
+        note "no time for all variants: $(left) s left, each would take about $each s"
     fi
 }
 
 run() {
     local from=$root/build/gpu_check out=$root/build/gpu_check_out work=$root/build/gpu_check_run
-    local device='' model='' tiny='' minutes=8 base python env log failed='' status=0 first_slots=25% sizes=(--n-prompt 512 --n-decode 64)
+    local device='' model='' tiny='' minutes=8 base python env log failed='' status=0 misses=cpu,load,auto first_slots=25% sizes=(--n-prompt 512 --n-decode 64)
     while [ $# -gt 0 ]; do
         case $1 in
             --from) value "$1" $#; from=$(absolute "$2"); shift ;;

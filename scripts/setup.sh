@@ -11,7 +11,7 @@ Installs missing tools (apt-get, only if something is missing), makes .venv, bui
 
   --test    also install what the tests need
   --vulkan  build llama.cpp with its Vulkan backend, for a GPU (takes twice as long). To be given each time: without it,
-            setup.sh goes back to the wheel for the CPU. Both stay in the cache, so that takes seconds
+            setup.sh goes back to the wheel for the CPU. Both stay in the cache, so that takes under a minute
   --quiet   print nothing unless something fails
 
 environment:

@@ -1,4 +1,5 @@
-"""Expert slots on a Vulkan device. Its arithmetic is not the CPU's, so logits are compared within a bound. Where there is no GPU, a build with Vulkan
+"""Expert slots on a Vulkan device. Its arithmetic is not the CPU's, so logits are compared within a bound: 0.1 standard deviations rms, or, where llama.cpp's own logits
+on this device differ from those on the CPU by more than a third of that (small random models route by a hair), three times what these do. Where there is no GPU, a build with Vulkan
 (scripts/setup.sh --vulkan) and GGML_VK_VISIBLE_DEVICES=0 run these tests on Mesa's llvmpipe; else they are skipped."""
 
 import numpy as np
@@ -29,8 +30,8 @@ def logits(llm):
     return llm.scores[: llm.n_tokens].copy()
 
 
-def plain_logits(gguf):
-    llm = engine.open_plain([str(gguf)], **OPTIONS)
+def plain_logits(gguf, **options):
+    llm = engine.open_plain([str(gguf)], **(OPTIONS | options))
     found = logits(llm)
     llm.close()
     return found
@@ -53,8 +54,24 @@ def rms(found, expected):
 def test_families(family, device, models):
     gguf = models(family, "Q8_0")
     expected = plain_logits(gguf)
+    bound = max(BOUND, 3 * rms(plain_logits(gguf, n_gpu_layers=-1), expected))
     for misses in ("cpu", "load"):
-        assert rms(with_slots(gguf, device, 5, misses=misses), expected) < BOUND
+        assert rms(with_slots(gguf, device, 5, misses=misses), expected) < bound
+
+
+@pytest.mark.parametrize("family", ["qwen3moe", "gpt-oss", "llama4"])
+def test_all_experts_and_dense_layers_on_the_device_are_llama_cpp_on_the_device(family, device, models):
+    gguf = models(family, "Q8_0")
+    own = plain_logits(gguf, n_gpu_layers=-1)
+    llm = edgemoe.Llama(gguf, slots=16, device=device, misses="load", n_gpu_layers=-1, **OPTIONS)
+    logits(llm)  # fills the slots
+    llm.wait_cache()
+    before = llm.expert_stats()
+    llm.reset()
+    found, after = logits(llm), llm.expert_stats()
+    llm.close()
+    assert after["n_computed_on_cpu"] == before["n_computed_on_cpu"]
+    assert rms(found, own) < 5e-3  # pairs of a prompt are sorted in another way
 
 
 @pytest.mark.parametrize("expert_type", ["Q4_0", "Q4_K", "Q6_K", "MXFP4", "F16", "BF16", "IQ4_XS"])
@@ -89,7 +106,7 @@ def test_slots_in_several_tensors(device, models):
     assert rms(with_slots(gguf, device, 9, misses="load", cache_options={"most_block_bytes": 2 * size}), plain_logits(gguf)) < BOUND
 
 
-@pytest.mark.parametrize("n_slots, misses, n_batch", [(4, "cpu", 1), (8, "load", 1), (8, "auto", 4), (16, "load", 1)])
+@pytest.mark.parametrize("n_slots, misses, n_batch", [(4, "cpu", 1), (8, "load", 4), (16, "auto", 1)])
 def test_greedy_text_of_the_demo_model(n_slots, misses, n_batch, device, small_demo):
     """Along plain llama.cpp's own 200 tokens, fed in batches of n_batch: the same choice wherever the first leads by 0.3 standard deviations (rounding decides nearer ones)."""
     options = dict(n_ctx=256, n_threads=2, verbose=False, logits_all=True)

@@ -152,6 +152,8 @@ edgemoe_source *       edgemoe_model_source(edgemoe_model * model);
 // A ggml_backend_buffer_type_t for llama_model_tensor_buft_override, and the pattern that goes with it.
 void *                 edgemoe_model_buffer_type(edgemoe_model * model);
 const char *           edgemoe_expert_pattern(void);
+// The pattern of the experts' biases, which have to be where their experts are when llama.cpp puts other weights on a GPU: it computes a node where its weight is.
+const char *           edgemoe_expert_bias_pattern(void);
 // The pattern of the dense weights that our kernels may compute with as well; "" when there are none.
 const char *           edgemoe_dense_pattern(edgemoe_model * model);
 // A package: path of the second split for llama_model_load_from_splits (after edgemoe_source_file 0). NULL for a GGUF.

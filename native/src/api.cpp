@@ -276,6 +276,8 @@ const char * edgemoe_model_ghost(edgemoe_model * model) {
 
 const char * edgemoe_expert_pattern(void) { return expert_pattern(); }
 
+const char * edgemoe_expert_bias_pattern(void) { return expert_bias_pattern(); }
+
 const char * edgemoe_dense_pattern(edgemoe_model * model) { return model->dense.c_str(); }
 
 int edgemoe_model_loaded(edgemoe_model * model) {

@@ -12,15 +12,12 @@ device_runner::device_runner(device_slots & slots) : slots(slots) {
     if (!backend) {
         throw std::runtime_error(std::string(ggml_backend_dev_name(slots.device)) + ": the device cannot be used");
     }
-    allocator = ggml_gallocr_new(ggml_backend_dev_buffer_type(slots.device));
 }
 
 device_runner::~device_runner() {
-    for (auto & [layer, set] : biases) {
-        ggml_backend_buffer_free(set.memory);
-    }
-    ggml_backend_buffer_free(staging);
-    ggml_gallocr_free(allocator);
+    biases.clear();
+    workspace.clear();
+    staging.clear();
     ggml_backend_free(backend);
 }
 
@@ -31,17 +28,47 @@ void device_runner::set_n_threads(int n) {
     }
 }
 
+ggml_backend_buffer_t device_runner::grown(growing_buffer & all, ggml_backend_buffer_type_t type, size_t bytes) {
+    const size_t has = all.empty() ? 0 : ggml_backend_buffer_get_size(all.back().get());
+    if (has < bytes) {
+        ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(type, std::max(bytes, 2 * has));
+        if (!buffer) {
+            return nullptr;
+        }
+        all.emplace_back(buffer);
+    }
+    return all.back().get();
+}
+
 char * device_runner::staged(size_t bytes) {
-    if (!staging || ggml_backend_buffer_get_size(staging) < bytes) {
-        ggml_backend_buffer_free(staging);
-        const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(slots.device);
-        staging = pinned ? ggml_backend_buft_alloc_buffer(pinned, bytes) : nullptr;
-        staging = staging ? staging : ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), bytes);
-        if (!staging) {
-            throw std::bad_alloc();
+    const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(slots.device);
+    ggml_backend_buffer_t buffer = pinned ? grown(staging, pinned, bytes) : nullptr;
+    buffer = buffer ? buffer : grown(staging, ggml_backend_cpu_buffer_type(), bytes);
+    if (!buffer) {
+        throw std::bad_alloc();
+    }
+    return (char *) ggml_backend_buffer_get_base(buffer);
+}
+
+// Every tensor gets a place of its own: a block is few tensors, and sharing places would cost more time than it saves memory.
+bool device_runner::allocate() {
+    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(slots.device);
+    const size_t alignment = ggml_backend_buft_get_alignment(type);
+    size_t bytes = alignment;
+    for (ggml_tensor * t = ggml_get_first_tensor(scratch.get()); t; t = ggml_get_next_tensor(scratch.get(), t)) {
+        bytes += t->view_src ? 0 : (ggml_backend_buft_get_alloc_size(type, t) + alignment - 1) / alignment * alignment;
+    }
+    const ggml_backend_buffer_t buffer = grown(workspace, type, bytes);
+    if (!buffer) {
+        return false;
+    }
+    ggml_tallocr allocator = ggml_tallocr_new(buffer);
+    for (ggml_tensor * t = ggml_get_first_tensor(scratch.get()); t; t = ggml_get_next_tensor(scratch.get(), t)) {
+        if ((t->view_src ? ggml_backend_view_init(t) : ggml_tallocr_alloc(&allocator, t)) != GGML_STATUS_SUCCESS) {
+            return false;
         }
     }
-    return (char *) ggml_backend_buffer_get_base(staging);
+    return true;
 }
 
 // Biases are small and stay on the device for all experts, so that they never have to move with one.
@@ -56,7 +83,7 @@ std::vector<ggml_tensor *> device_runner::biases_on_device(const expert_block & 
         for (const expert_block::bias & w : wanted) {
             set.tensors.push_back(ggml_new_tensor_2d(set.c.get(), GGML_TYPE_F32, w.n_rows, w.of->ne[1]));
         }
-        set.memory = ggml_backend_alloc_ctx_tensors_from_buft(set.c.get(), ggml_backend_dev_buffer_type(slots.device));
+        set.memory.reset(ggml_backend_alloc_ctx_tensors_from_buft(set.c.get(), ggml_backend_dev_buffer_type(slots.device)));
         if (!set.memory) {
             biases.erase(b.layer());
             throw std::bad_alloc();
@@ -120,7 +147,7 @@ bool device_runner::launch(const expert_block & b, const std::vector<placed_pair
     if (known == computable.end()) {
         computable[layer] = computes(graph);
     }
-    if (!computable[layer] || !ggml_gallocr_alloc_graph(allocator, graph)) {
+    if (!computable[layer] || !allocate()) {
         parts.clear();
         return false;
     }
@@ -153,7 +180,7 @@ bool device_runner::launch(const expert_block & b, const std::vector<placed_pair
 }
 
 bool device_runner::collect(const expert_block & b) {
-    char * from = parts.empty() ? nullptr : (char *) ggml_backend_buffer_get_base(staging);
+    char * from = parts.empty() ? nullptr : (char *) ggml_backend_buffer_get_base(staging.back().get());
     std::vector<const char *> rows;
     // The inputs have been read before the outputs are written over them: both are in the order of the device's stream.
     for (const part & p : parts) {

@@ -36,20 +36,26 @@ private:
 
     std::vector<ggml_tensor *> biases_on_device(const expert_block & b);
     bool computes(const ggml_cgraph * graph) const;
-    char * staged(size_t bytes);   // host memory that the device reads and writes fast, kept
+    char * staged(size_t bytes);   // host memory that the device reads and writes fast
+    bool   allocate();             // memory for the tensors of the scratch context
 
     struct context_deleter { void operator()(ggml_context * c) const { ggml_free(c); } };
     using context = std::unique_ptr<ggml_context, context_deleter>;
 
+    struct buffer_deleter { void operator()(ggml_backend_buffer_t b) const { ggml_backend_buffer_free(b); } };
+    // The last one is in use. Smaller ones before it stay until the end: ggml-vulkan remembers what its shaders were bound to by the handles of buffers, and a freed
+    // handle may come back as another buffer (ggml 0.25.3 on llvmpipe then writes into freed memory). Each is twice as large as the one before.
+    using growing_buffer = std::vector<std::unique_ptr<ggml_backend_buffer, buffer_deleter>>;
+    ggml_backend_buffer_t grown(growing_buffer & all, ggml_backend_buffer_type_t type, size_t bytes);   // NULL when there is no room
+
     ggml_backend_t        backend = nullptr;
-    ggml_gallocr_t        allocator = nullptr;
     context               scratch;
     size_t                scratch_tensors = 0;
-    ggml_backend_buffer_t staging = nullptr;
+    growing_buffer        workspace, staging;
     std::vector<part>     parts;
     ggml_status           status = GGML_STATUS_SUCCESS;
 
-    struct bias_set { context c; ggml_backend_buffer_t memory; std::vector<ggml_tensor *> tensors; };
+    struct bias_set { context c; std::unique_ptr<ggml_backend_buffer, buffer_deleter> memory; std::vector<ggml_tensor *> tensors; };
     std::map<size_t, bias_set> biases;   // by layer
     std::map<size_t, bool>     computable;
 };

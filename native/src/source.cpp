@@ -20,6 +20,10 @@ const char * expert_pattern() {
     return "ffn_gate_exps.weight|ffn_up_exps.weight|ffn_gate_up_exps.weight|ffn_down_exps.weight";
 }
 
+const char * expert_bias_pattern() {
+    return "ffn_gate_exps.bias|ffn_up_exps.bias|ffn_gate_up_exps.bias|ffn_down_exps.bias";
+}
+
 // Matrices that llama.cpp's graphs only ever multiply with. The embedding is one of them when it serves as the output as well: its rows are read by
 // ggml, from our tensor.
 static const char * const DENSE[] = {

@@ -68,6 +68,8 @@ struct source {
 
 // The names of routed expert weights, as a regular expression for llama.cpp's buffer type overrides.
 const char * expert_pattern();
+// The same for their biases.
+const char * expert_bias_pattern();
 // The same for s.dense.
 std::string dense_pattern(const source & s);
 
