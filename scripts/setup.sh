@@ -374,7 +374,7 @@ hash_sources() {  # what the installed package is made of, and the llama.cpp it 
 ensure_edgemoe() {
     local sources extra=
     sources=$(hash_sources)
-    if [ -n "$test_extra" ] && [ ! -x "$venv/bin/pytest" ]; then
+    if [ -n "$test_extra" ] && ! { [ -x "$venv/bin/pytest" ] && [ -x "$venv/bin/hypothesis" ]; }; then
         extra="[test]"
     elif [ "$(cat "$stamps/edgemoe" 2>/dev/null)" = "$sources" ] && [ -x "$venv/bin/edgemoe" ]; then
         return

@@ -72,7 +72,7 @@ class Layer:
     def update(self, n_tokens_of, phase):
         """The misses of an event come in, and none of its members goes. Strict: only for one that was used less."""
         n_inserted = 0
-        for e in sorted(n_tokens_of):
+        for e in sorted(n_tokens_of, key=lambda e: (-n_tokens_of[e], e)):   # the most used first
             if e not in self.residents and n_inserted < self.most_inserts:
                 n_inserted += self.insert(e, "proactive", phase, n_tokens_of, lambda evicted: not self.strict or self.n_uses[e] > self.n_uses[evicted])
 

@@ -141,6 +141,9 @@ static tier::visit begin(edgemoe_replay * replay, const int32_t * experts, const
             throw std::out_of_range("event: expert " + std::to_string(experts[i]) + " at place " + std::to_string(i) + ", wanted distinct ones below " +
                 std::to_string(replay->layer.n_expert(0)) + " in ascending order");
         }
+        if (n_tokens_of[i] < 1 || n_tokens_of[i] > n_tokens) {
+            throw std::out_of_range("event: expert " + std::to_string(experts[i]) + " is used by " + std::to_string(n_tokens_of[i]) + " tokens, wanted 1 to " + std::to_string(n_tokens));
+        }
     }
     return replay->layer.begin(0, { { experts, experts + n }, { n_tokens_of, n_tokens_of + n }, n_tokens });
 }

@@ -31,7 +31,7 @@ protected:
 
 // `text`: a name, or name:key=value,key=value. Throws std::invalid_argument that says what was wanted.
 //   lru                                  the expert that was not used for longest goes
-//   placement:every=32,decay=0.5,bonus=  chosen anew every so many tokens, by how many of these used an expert, plus decay times the score so far, plus a bonus for
+//   placement:every=32,decay=0.5,bonus=2 chosen anew every so many tokens, by how many of these used an expert, plus decay times the score so far, plus a bonus for
 //                                        residents (every/16 when not given); nothing moves in between
 std::unique_ptr<policy> make_policy(const std::string & text, int32_t n_expert);
 

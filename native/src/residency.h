@@ -26,7 +26,7 @@ struct scores {
     bool lower(int32_t a, int32_t b) const;
 };
 
-// What may come in after an event.
+// What may come in after an event, in the place of something else. Demand loads and empty slots are free of it.
 struct admission {
     bool    strict       = false;       // only an expert that was used more often than the one it replaces
     int32_t most_inserts = INT32_MAX;   // per event

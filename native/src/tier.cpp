@@ -26,7 +26,7 @@ access_counts & access_counts::operator+=(const access_counts & o) {
 
 tier::tier(std::vector<tier_layer> infos, const tier_options & options, std::function<bool(const transfer &)> how)
     : options(options), upload(std::move(how)), choice(options.misses),
-      prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 8, 0, 0 }), stage((size_t) options.n_staging, staging::failed) {
+      prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 3, 0, 0 }), stage((size_t) options.n_staging, staging::failed) {
     for (const tier_layer & info : infos) {
         layers.push_back({ info, residency(info.n_expert, options.n_slots), make_policy(options.policy, info.n_expert), {} });
     }
@@ -212,28 +212,28 @@ void tier::bring_in(const visit & v) {
     if (v.left_alone) {
         return;   // what is there stays, for the next time that it is tried
     }
+    // The most used first: of these most is to be expected.
+    std::vector<int32_t> candidates = v.e.experts;
+    std::vector<int32_t> uses((size_t) l.info.n_expert, 0);
+    for (size_t i = 0; i < v.e.experts.size(); i++) {
+        uses[(size_t) v.e.experts[i]] = v.e.n_tokens_of[i];
+    }
+    std::stable_sort(candidates.begin(), candidates.end(), [&](int32_t a, int32_t b) { return uses[(size_t) a] > uses[(size_t) b]; });
     std::vector<residency::insertion> changes;
     if (l.by->wants_refine(l.in)) {
-        changes = l.in.refine(l.by->by, l.in.n_slots());
+        changes = l.in.refine(l.by->by, l.in.n_slots());   // for the events to come: members of this one may go
     } else if (v.when == phase::decode && l.by->admits_misses()) {
-        changes = l.in.update(v.e, v.e.experts, l.by->by, options.rule);
+        changes = l.in.update(v.e, candidates, l.by->by, options.rule);
+    }
+    // Empty slots cost nobody a place.
+    for (size_t i = 0; i < candidates.size() && l.in.n_present() < l.in.n_slots(); i++) {
+        residency::insertion at;
+        if (!l.in.present(candidates[i]) && l.in.insert(candidates[i], l.by->by, {}, at)) {
+            changes.push_back(at);
+        }
     }
     for (const residency::insertion & i : changes) {
         request(v.layer, i, v.when, false);
-    }
-    // Empty slots cost nothing to fill: the most used first.
-    if (l.in.n_present() < l.in.n_slots()) {
-        std::vector<size_t> order(v.e.experts.size());
-        for (size_t i = 0; i < order.size(); i++) {
-            order[i] = i;
-        }
-        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return v.e.n_tokens_of[a] > v.e.n_tokens_of[b]; });
-        for (size_t i = 0; i < order.size() && l.in.n_present() < l.in.n_slots(); i++) {
-            residency::insertion at;
-            if (!l.in.present(v.e.experts[order[i]]) && l.in.insert(v.e.experts[order[i]], l.by->by, {}, at)) {
-                request(v.layer, at, v.when, false);
-            }
-        }
     }
 }
 
