@@ -173,6 +173,9 @@ class _Experts:
     def clear_cache(self) -> None:
         self._lib.edgemoe_model_clear_cache(self.handle)
 
+    def stop_cache(self) -> None:
+        self._lib.edgemoe_model_stop_cache(self.handle)
+
     def close(self) -> None:
         if self.handle:
             self._lib.edgemoe_model_close(self.handle)
@@ -394,6 +397,8 @@ class Llama(llama_cpp.Llama):
             # A forked child must not free what its parent's threads may have locked.
             self._forget_parent()
             return
+        if self._has_cache and experts.handle:
+            experts.stop_cache()  # an upload must not meet the end of the context that computes on the device
         if hasattr(self, "_stack"):
             super().close()
         if experts:

@@ -173,6 +173,7 @@ int                    edgemoe_model_get_access_counts(const edgemoe_model * mod
 // Fills `experts` (room for as many as the layer has) with those that are in their slots and returns how many; -1.
 int                    edgemoe_model_get_residents(const edgemoe_model * model, uint32_t layer, int32_t * experts);
 void                   edgemoe_model_wait_cache(edgemoe_model * model);    // until nothing is on its way
+void                   edgemoe_model_stop_cache(edgemoe_model * model);    // for good: before contexts are freed
 void                   edgemoe_model_clear_cache(edgemoe_model * model);   // between computations
 
 edgemoe_replay *       edgemoe_replay_open(uint32_t n_expert, const struct edgemoe_cache_options * options);

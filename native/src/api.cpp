@@ -324,6 +324,8 @@ int edgemoe_model_get_residents(const edgemoe_model * model, uint32_t layer, int
 
 void edgemoe_model_wait_cache(edgemoe_model * model) { model->m->cache->experts.wait_idle(); }
 
+void edgemoe_model_stop_cache(edgemoe_model * model) { model->m->cache->experts.stop(); }
+
 void edgemoe_model_clear_cache(edgemoe_model * model) { model->m->cache->experts.clear(); }
 
 edgemoe_replay * edgemoe_replay_open(uint32_t n_expert, const edgemoe_cache_options * o) {

@@ -8,12 +8,18 @@ loader::loader(std::function<bool(const transfer &)> upload, std::function<void(
     : upload(std::move(upload)), done(std::move(done)), thread([this] { run(); }) {}
 
 loader::~loader() {
+    stop();
+}
+
+void loader::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
     }
     changed.notify_all();
-    thread.join();
+    if (thread.joinable()) {
+        thread.join();
+    }
 }
 
 void loader::request(const transfer & t, bool demand) {

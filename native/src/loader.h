@@ -24,6 +24,7 @@ struct loader {
     // A prefetch that is still waiting becomes a demand.
     void promote(size_t layer, int32_t expert);
     void wait_idle();
+    void stop();   // ends what has begun, drops the rest, takes no more; nobody may wait for what is dropped
 
 private:
     void run();

@@ -41,6 +41,12 @@ void tier::wait_idle() {
     }
 }
 
+void tier::stop() {
+    if (moving) {
+        moving->stop();
+    }
+}
+
 // --- what the loader's thread does ---
 
 bool tier::timed_upload(const transfer & t) {

@@ -74,6 +74,8 @@ struct tier {
 
     // Until nothing is on its way.
     void  wait_idle();
+    // Nothing moves any more: before the contexts that use the device are freed. Only for a tier that is about to go.
+    void  stop();
     // Evicts everything, forgets scores; counters stay. No event may be running.
     void  clear();
     access_counts counts(phase when, size_t layer) const;
