@@ -23,7 +23,7 @@ import edgemoe
 from edgemoe import engine, machine
 from edgemoe.devices import devices
 
-BOUND = 0.1
+BOUND = 0.3  # of one token's logits, rms in standard deviations; with llama.cpp's kernels on the CPU device nothing may differ
 
 
 def resident_mb() -> float:
@@ -62,7 +62,9 @@ def main() -> int:
     while time.monotonic() < end or lap < 5:
         lap += 1
         slots, misses, policy = rng.randint(1, n_expert), rng.choice(["cpu", "load", "auto"]), rng.choice(["lru", "placement:every=8", "placement"])
-        with closing(edgemoe.Llama(o.model, slots=slots, device=o.device, misses=misses, policy=policy, exact=rng.random() < 0.5, **options)) as llm:
+        exact = rng.random() < 0.5
+        bound = 0 if exact and o.device == "CPU" else BOUND
+        with closing(edgemoe.Llama(o.model, slots=slots, device=o.device, misses=misses, policy=policy, exact=exact, **options)) as llm:
             for _ in range(rng.randint(1, 6)):
                 llm.reset()
                 fed = []
@@ -83,9 +85,9 @@ def main() -> int:
         now, device_free = anonymous_mb(), free_on(o.device)
         if lap == 4:
             before, device_before = now, device_free
-        print(f"lap {lap}: {slots} slots, {misses}, {policy}: rms {difference:.3g}, refused {refused}, anonymous {now:.0f} MB, resident {resident_mb():.0f} MB, device free {device_free / 1e6:.0f} MB", flush=True)
-        if difference > BOUND or refused:
-            print("FAILED: the logits differ" if difference > BOUND else "FAILED: the device refused pairs")
+        print(f"lap {lap}: {slots} slots, {misses}, {policy}{', exact' if exact else ''}: rms {difference:.3g}, refused {refused}, anonymous {now:.0f} MB, resident {resident_mb():.0f} MB, device free {device_free / 1e6:.0f} MB", flush=True)
+        if difference > bound or refused:
+            print("FAILED: the logits differ" if difference > bound else "FAILED: the device refused pairs")
             return 1
     grown, device_grown = now - before, (device_before - device_free) / 1e6
     ok = grown <= o.grow and device_grown <= o.grow
