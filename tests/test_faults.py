@@ -147,8 +147,9 @@ last = usage()
 print(first, last)
 assert last[0] == first[0] == 0, "mappings are left"
 assert last[1] == first[1], "descriptors are left"
-# 40 openings between the two: less than 200 KiB each. A forgotten KV cache or compute buffer would be several times that; the allocator takes its own steps.
-assert last[2] - first[2] < 8000 and last[3] - first[3] < 8000, "memory grew (KiB)"
+# 40 openings between the two: less than 200 KiB each. A forgotten KV cache or compute buffer would be several times that; the allocator takes its own steps, and glibc
+# keeps up to 40 MiB of address space as stacks for the next threads, as many as happened to run at once.
+assert last[2] - first[2] < 8000 + 40 * 1024 and last[3] - first[3] < 8000, "memory grew (KiB)"
 """,
         models("qwen3moe", "Q8_0"),
         packages(models("qwen3moe", "Q8_0")),
