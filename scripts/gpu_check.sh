@@ -70,7 +70,8 @@ copy_checkout() {  # copy_checkout TREE: the files of this checkout as they are 
 }
 
 library_path() {  # library_path SONAME: where this machine has it
-    PATH=$PATH:/usr/sbin:/sbin ldconfig -p | awk -v name="$1" '$1 == name && /x86-64/ { print $NF; exit }'
+    # To the end of the list: awk leaving early would end ldconfig with SIGPIPE.
+    PATH=$PATH:/usr/sbin:/sbin ldconfig -p | awk -v name="$1" '$1 == name && /x86-64/ && !path { path = $NF } END { print path }'
 }
 
 describe_pack() {  # describe_pack FILE
