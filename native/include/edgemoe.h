@@ -68,16 +68,35 @@ struct edgemoe_stats {
     uint64_t compute_us;          // inside the expert products
 };
 
+// What a policy has learned from training traces: an array, row-major.
+struct edgemoe_table {
+    const char *     name;
+    const float *    data;
+    const uint64_t * shape;
+    uint32_t         n_dims;
+};
+
+// A score per expert of a layer, from outside: called after each of the layer's events; the lowest goes. last_use: number of the event (0: never); n_uses: tokens that
+// used it; probs: what the router said of this event; score: to be filled, holds what it was filled with last.
+typedef void (*edgemoe_score_function)(void * user, uint32_t layer, uint32_t n_expert, uint64_t n_events, const uint64_t * last_use, const uint64_t * n_uses,
+                                       const float * probs, double * score);
+
 // The expert cache: slots on a device.
 struct edgemoe_cache_options {
     const char * device;          // as edgemoe_get_device names it; not used by a replay
     uint32_t     n_slots;         // per layer
+    bool         shared;          // a replay only: all layers have the slots together
     const char * policy;          // a name, or name:key=value,...
+    const struct edgemoe_table * tables;   // what it has learned
+    uint32_t     n_tables;
+    edgemoe_score_function score; // of the policy "custom"
+    void *       user;
     const char * misses;          // cpu, load, auto
     bool         strict;          // a miss comes in only if it was used more often than what it replaces
     uint32_t     most_inserts;    // per event, for policies that bring misses in; 0: no limit
     bool         seed;            // prompts are a reason to come in
-    uint32_t     n_staging;       // slots for all layers together, through which prompts stream experts
+    uint32_t     n_staging;       // slots for all layers together, through which prompts stream experts, and misses come that are not to stay
+    bool         inline_loads;    // each load is done when it is asked for: nothing depends on time, and nothing overlaps
     uint64_t     most_block_bytes;   // per tensor; 0: as the device allows
     uint64_t     most_bytes;      // on the device; 0: as it has
     uint32_t     fail_every;      // for tests: every so manieth upload fails; 0: none
@@ -103,13 +122,30 @@ struct edgemoe_access_counts {
     uint64_t n_computed;          // C: computed on the CPU
     uint64_t n_proactive;         // P: loads that no event waited for
     uint64_t n_evicted;
+    uint64_t n_unused;            // of these: came in as P and were never used
     uint64_t n_failed;            // loads
     uint64_t bytes_loaded;        // by D and P
     uint64_t stall_us;            // waited for D
 };
 
-// One layer's cache without a model: experts are in their slots as soon as they are asked for. For tests and simulation.
+// A cache without a model: experts are in their slots as soon as they are asked for. For tests and simulation.
 typedef struct edgemoe_replay edgemoe_replay;
+
+// A recorded sequence. Rows are tokens in their order; rows of equal step went through the layers together. Row-major; NULL where nothing is known.
+struct edgemoe_rows {
+    uint64_t         n_rows;
+    uint32_t         n_used;
+    uint32_t         n_embd;
+    const uint16_t * ids;            // [n_rows, n_layers, n_used]; 65535: fewer
+    const int32_t *  step;           // [n_rows], not descending; NULL: each row its own
+    const int32_t *  stage;          // [n_rows]
+    const int32_t *  token_ids;      // [n_rows]
+    const float *    chosen_probs;   // [n_rows, n_layers, n_used]
+    const float *    probs;          // [n_rows, n_layers, n_expert]
+    const float *    hidden;         // [n_rows, n_layers, n_embd]
+    const float *    next;           // [n_rows, n_layers, n_expert]: learned heads, of this layer's next event
+    const float *    successor;      // and of the layer that comes next
+};
 
 // What to do with misses, from measurements alone: for tests and simulation.
 typedef struct edgemoe_choice edgemoe_choice;
@@ -176,15 +212,22 @@ void                   edgemoe_model_wait_cache(edgemoe_model * model);    // un
 void                   edgemoe_model_stop_cache(edgemoe_model * model);    // for good: before contexts are freed
 void                   edgemoe_model_clear_cache(edgemoe_model * model);   // between computations
 
-edgemoe_replay *       edgemoe_replay_open(uint32_t n_expert, const struct edgemoe_cache_options * options);
+// Names of the policies with their parameters and defaults, one per line.
+const char *           edgemoe_policies(void);
+
+edgemoe_replay *       edgemoe_replay_open(const uint32_t * n_expert, uint32_t n_layers, const struct edgemoe_cache_options * options);
 void                   edgemoe_replay_close(edgemoe_replay * replay);
-// `n` distinct experts in ascending order, with the number of tokens that use each, of n_tokens. 0, or -1.
-int                    edgemoe_replay_event(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens);
+// `n` distinct experts of a layer in ascending order, with the number of tokens that use each, of n_tokens. 0, or -1.
+int                    edgemoe_replay_event(edgemoe_replay * replay, uint32_t layer, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens);
 // The same, but the event does not end before edgemoe_replay_release: its experts stay pinned.
-int                    edgemoe_replay_hold(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens);
+int                    edgemoe_replay_hold(edgemoe_replay * replay, uint32_t layer, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens);
 void                   edgemoe_replay_release(edgemoe_replay * replay);
-void                   edgemoe_replay_get_counts(const edgemoe_replay * replay, int phase, struct edgemoe_access_counts * counts);
-int                    edgemoe_replay_get_residents(const edgemoe_replay * replay, int32_t * experts);
+// A whole sequence, which begins with what is in the cache. What it points to is not needed afterwards. 0, or -1.
+int                    edgemoe_replay_sequence(edgemoe_replay * replay, const struct edgemoe_rows * rows);
+// Empty slots, nothing learned since it was opened; counters stay.
+void                   edgemoe_replay_clear(edgemoe_replay * replay);
+void                   edgemoe_replay_get_counts(const edgemoe_replay * replay, int phase, uint32_t layer, struct edgemoe_access_counts * counts);
+int                    edgemoe_replay_get_residents(const edgemoe_replay * replay, uint32_t layer, int32_t * experts);
 
 // `misses`: cpu, load, auto.
 edgemoe_choice *       edgemoe_choice_open(const char * misses);

@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "kernels/kernels.h"
+#include "simulation.h"
 
 #include <algorithm>
 #include <cstring>
@@ -26,7 +27,7 @@ struct edgemoe_model {
 };
 
 struct edgemoe_replay {
-    tier                     layer;
+    tier                     experts;
     std::vector<tier::visit> held;
 };
 
@@ -111,12 +112,37 @@ static bool multiply(ggml_type type, isa level, bool tiled, const void * w, size
     return true;
 }
 
-static tier_options tier_options_of(const edgemoe_cache_options & o) {
-    return { (int32_t) std::min<uint32_t>(o.n_slots, INT32_MAX), o.policy, o.misses, { o.strict, o.most_inserts ? (int32_t) o.most_inserts : INT32_MAX }, o.seed, (int32_t) o.n_staging };
+static tables tables_of(const edgemoe_cache_options & o) {
+    tables all;
+    for (uint32_t i = 0; i < o.n_tables; i++) {
+        const edgemoe_table & t = o.tables[i];
+        size_t n = 1;
+        for (uint32_t d = 0; d < t.n_dims; d++) {
+            n *= t.shape[d];
+        }
+        all[t.name] = { { t.shape, t.shape + t.n_dims }, { t.data, t.data + n } };
+    }
+    return all;
+}
+
+// `learned` has to live until the tier has made its own copy.
+static tier_options tier_options_of(const edgemoe_cache_options & o, const tables & learned) {
+    tier_options options;
+    options.n_slots           = (int32_t) std::min<uint32_t>(o.n_slots, INT32_MAX);
+    options.shared            = o.shared;
+    options.policy            = o.policy;
+    options.from              = { &learned, false, o.score, o.user };
+    options.misses            = o.misses;
+    options.rule.by           = o.strict ? admission::rule::used_more : admission::rule::anyone;
+    options.rule.most_inserts = o.most_inserts ? (int32_t) o.most_inserts : INT32_MAX;
+    options.seed              = o.seed;
+    options.n_staging         = (int32_t) o.n_staging;
+    options.inline_loads      = o.inline_loads;
+    return options;
 }
 
 static edgemoe_access_counts border(const access_counts & c) {
-    return { c.n_events, c.n_accesses, c.n_hits, c.n_demand, c.n_computed, c.n_proactive, c.n_evicted, c.n_failed, c.bytes_loaded, c.stall_us };
+    return { c.n_events, c.n_accesses, c.n_hits, c.n_demand, c.n_computed, c.n_proactive, c.n_evicted, c.n_unused, c.n_failed, c.bytes_loaded, c.stall_us };
 }
 
 static int copy(const std::vector<int32_t> & from, int32_t * to) {
@@ -135,17 +161,21 @@ static const tier & tier_of(const edgemoe_model * model, uint32_t layer) {
     return t;
 }
 
-static tier::visit begin(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
+static tier::visit begin(edgemoe_replay * replay, uint32_t layer, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
+    if (layer >= replay->experts.n_layers()) {
+        throw std::out_of_range("event: layer " + std::to_string(layer) + ", wanted less than " + std::to_string(replay->experts.n_layers()));
+    }
+    const int32_t n_expert = replay->experts.n_expert(layer);
     for (uint32_t i = 0; i < n; i++) {
-        if (experts[i] < (i ? experts[i - 1] + 1 : 0) || experts[i] >= replay->layer.n_expert(0)) {
+        if (experts[i] < (i ? experts[i - 1] + 1 : 0) || experts[i] >= n_expert) {
             throw std::out_of_range("event: expert " + std::to_string(experts[i]) + " at place " + std::to_string(i) + ", wanted distinct ones below " +
-                std::to_string(replay->layer.n_expert(0)) + " in ascending order");
+                std::to_string(n_expert) + " in ascending order");
         }
         if (n_tokens_of[i] < 1 || n_tokens_of[i] > n_tokens) {
             throw std::out_of_range("event: expert " + std::to_string(experts[i]) + " is used by " + std::to_string(n_tokens_of[i]) + " tokens, wanted 1 to " + std::to_string(n_tokens));
         }
     }
-    return replay->layer.begin(0, { { experts, experts + n }, { n_tokens_of, n_tokens_of + n }, n_tokens });
+    return replay->experts.begin({ layer, { experts, experts + n }, { n_tokens_of, n_tokens_of + n }, n_tokens });
 }
 
 extern "C" {
@@ -300,7 +330,8 @@ void edgemoe_model_get_stats(const edgemoe_model * model, edgemoe_stats * stats)
 int edgemoe_model_open_cache(edgemoe_model * model, const edgemoe_cache_options * o) {
     return guarded([&] {
         try {
-            model->m->open_cache({ o->device, tier_options_of(*o), o->most_block_bytes, o->most_bytes, o->fail_every, o->poison });
+            const tables learned = tables_of(*o);
+            model->m->open_cache({ o->device, tier_options_of(*o, learned), o->most_block_bytes, o->most_bytes, o->fail_every, o->poison });
             return 0;
         } catch (const no_room & e) {
             last_error = e.what();
@@ -328,41 +359,78 @@ void edgemoe_model_stop_cache(edgemoe_model * model) { model->m->cache->experts.
 
 void edgemoe_model_clear_cache(edgemoe_model * model) { model->m->cache->experts.clear(); }
 
-edgemoe_replay * edgemoe_replay_open(uint32_t n_expert, const edgemoe_cache_options * o) {
-    return guarded([&] { return new edgemoe_replay { { { { (int32_t) n_expert, 1, 0 } }, tier_options_of(*o), nullptr }, {} }; }, nullptr);
+const char * edgemoe_policies(void) {
+    static const std::string all = describe_policies();
+    return all.c_str();
+}
+
+edgemoe_replay * edgemoe_replay_open(const uint32_t * n_expert, uint32_t n_layers, const edgemoe_cache_options * o) {
+    return guarded([&] {
+        if (n_layers == 0) {
+            throw std::invalid_argument("replay: no layers");
+        }
+        const tables learned = tables_of(*o);
+        std::vector<tier_layer> layers;
+        for (uint32_t i = 0; i < n_layers; i++) {
+            layers.push_back({ (int32_t) n_expert[i], 1, 0 });
+        }
+        return new edgemoe_replay { { layers, tier_options_of(*o, learned), nullptr }, {} };
+    }, nullptr);
 }
 
 void edgemoe_replay_close(edgemoe_replay * replay) { delete replay; }
 
-int edgemoe_replay_event(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
+int edgemoe_replay_event(edgemoe_replay * replay, uint32_t layer, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
     return guarded([&] {
-        tier::visit v = begin(replay, experts, n_tokens_of, n, n_tokens);
-        replay->layer.wait(v);
-        replay->layer.end(v, {});
+        tier::visit v = begin(replay, layer, experts, n_tokens_of, n, n_tokens);
+        replay->experts.wait(v);
+        replay->experts.end(v, {});
         return 0;
     }, -1);
 }
 
-int edgemoe_replay_hold(edgemoe_replay * replay, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
+int edgemoe_replay_hold(edgemoe_replay * replay, uint32_t layer, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
     return guarded([&] {
-        replay->held.push_back(begin(replay, experts, n_tokens_of, n, n_tokens));
-        replay->layer.wait(replay->held.back());
+        replay->held.push_back(begin(replay, layer, experts, n_tokens_of, n, n_tokens));
+        replay->experts.wait(replay->held.back());
         return 0;
     }, -1);
 }
 
 void edgemoe_replay_release(edgemoe_replay * replay) {
     for (tier::visit & v : replay->held) {
-        replay->layer.end(v, {});
+        replay->experts.end(v, {});
     }
     replay->held.clear();
 }
 
-void edgemoe_replay_get_counts(const edgemoe_replay * replay, int phase, edgemoe_access_counts * counts) {
-    *counts = border(replay->layer.counts((tier::phase) phase, 0));
+int edgemoe_replay_sequence(edgemoe_replay * replay, const edgemoe_rows * r) {
+    return guarded([&] {
+        trace_rows rows;
+        rows.n_rows       = r->n_rows;
+        rows.n_used       = r->n_used;
+        rows.ids          = r->ids;
+        rows.step         = r->step;
+        rows.stage        = r->stage;
+        rows.token_ids    = r->token_ids;
+        rows.chosen_probs = r->chosen_probs;
+        rows.probs        = r->probs;
+        rows.hidden       = r->hidden;
+        rows.n_embd       = r->n_embd;
+        rows.next         = r->next;
+        rows.successor    = r->successor;
+        simulate(replay->experts, rows);
+        return 0;
+    }, -1);
 }
 
-int edgemoe_replay_get_residents(const edgemoe_replay * replay, int32_t * experts) { return copy(replay->layer.residents(0), experts); }
+void edgemoe_replay_clear(edgemoe_replay * replay) { replay->experts.clear(); }
+
+void edgemoe_replay_get_counts(const edgemoe_replay * replay, int phase, uint32_t layer, edgemoe_access_counts * counts) {
+    *counts = border(replay->experts.counts((tier::phase) phase, layer));
+}
+
+int edgemoe_replay_get_residents(const edgemoe_replay * replay, uint32_t layer, int32_t * experts) { return copy(replay->experts.residents(layer), experts); }
 
 edgemoe_choice * edgemoe_choice_open(const char * misses) {
     return guarded([&] { return new edgemoe_choice { miss_choice(misses), {} }; }, nullptr);

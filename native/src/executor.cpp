@@ -138,7 +138,7 @@ static event event_of(const expert_block & b) {
             count[(size_t) b.expert_of(t, k)]++;
         }
     }
-    event e = { {}, {}, b.n_tokens() };
+    event e = { b.layer(), {}, {}, b.n_tokens() };
     for (size_t i = 0; i < n_expert; i++) {
         if (count[i]) {
             e.experts.push_back((int32_t) i);
@@ -238,14 +238,14 @@ ggml_status executor::compute_block(const expert_block & b, const owned & of) {
             experts.end(v, cost);
         }
     };
-    open_visit opened = { experts, experts.begin(b.layer(), event_of(b)), { 0, 0, 0, 0, 0, b.n_tokens() * b.n_used() }, start };
+    open_visit opened = { experts, experts.begin(event_of(b)), { 0, 0, 0, 0, 0, b.n_tokens() * b.n_used() }, start };
     tier::visit & visit = opened.v;
     tier::cost & cost = opened.cost;
     // An expert that is named twice by one token must not stand twice in one row of ids: devices take that for an error, or worse.
     const bool one_input = b.n_tokens() == 1 && !b.x_per_pair() && (int64_t) visit.e.experts.size() == b.n_used();
     std::vector<size_t> index((size_t) b.down->tensor->ne[2], 0);
     for (size_t i = 0; i < visit.e.experts.size(); i++) {
-        index[(size_t) visit.e.experts[i]] = i;
+        index[(size_t) experts.expert_of(visit.layer, visit.e.experts[i])] = i;
     }
     // Each routed pair goes one way: to the device now, to the device when its expert has arrived, or to the CPU.
     std::vector<placed_pair> now, later, here;

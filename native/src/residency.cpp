@@ -6,124 +6,158 @@
 
 namespace edgemoe {
 
-bool scores::lower(int32_t a, int32_t b) const {
-    const size_t i = (size_t) a, j = (size_t) b;
-    if (score[i] != score[j]) {
-        return score[i] < score[j];
+expert_space::expert_space(const std::vector<int32_t> & n_expert, bool shared) : first(1, 0), shared(shared) {
+    for (const int32_t n : n_expert) {
+        first.push_back(first.back() + n);
     }
-    return last_use[i] != last_use[j] ? last_use[i] < last_use[j] : a < b;
 }
 
-residency::residency(int32_t n_expert, int32_t n_slots) : slots((size_t) std::min(n_expert, n_slots)), slot_of_expert((size_t) n_expert, -1) {}
+bool admission::admits(int32_t expert, int32_t victim, const scores & s) const {
+    if (victim < 0) {
+        return victim != residency::NOBODY;
+    }
+    switch (by) {
+        case rule::used_more:     return s.n_uses[(size_t) expert] > s.n_uses[(size_t) victim];
+        case rule::scored_higher: return s.score[(size_t) expert] > s.score[(size_t) victim];
+        default:                  return true;
+    }
+}
+
+residency::residency(const expert_space & space, int32_t n_slots_per_layer)
+    : space(space), slot_of_expert((size_t) space.n_all(), -1), protection((size_t) space.n_all(), 0) {
+    for (size_t layer = 0; layer < space.n_layers(); layer++) {
+        const int32_t n = std::min(space.n_expert(layer), n_slots_per_layer);
+        if (layer == 0 || !space.shared) {
+            pools.push_back({ slots.size(), 0, 0 });
+        }
+        pools.back().n += n;
+        slots.resize(slots.size() + (size_t) n);
+        first_slot.insert(first_slot.end(), (size_t) space.n_expert(layer), pools.back().first);
+    }
+}
 
 int32_t residency::slot_of(int32_t expert) const {
     const int32_t at = slot_of_expert[(size_t) expert];
-    return at >= 0 && !slots[(size_t) at].loading ? at : -1;
+    return at >= 0 && !slots[first_slot[(size_t) expert] + (size_t) at].loading ? at : -1;
 }
 
 void residency::pin(int32_t expert) {
     assert(present(expert));
-    slots[(size_t) slot_of_expert[(size_t) expert]].n_pins++;
+    slots[first_slot[(size_t) expert] + (size_t) slot_of_expert[(size_t) expert]].n_pins++;
 }
 
 void residency::unpin(int32_t expert) {
-    assert(present(expert) && slots[(size_t) slot_of_expert[(size_t) expert]].n_pins > 0);
-    slots[(size_t) slot_of_expert[(size_t) expert]].n_pins--;
+    assert(present(expert));
+    slot & at = slots[first_slot[(size_t) expert] + (size_t) slot_of_expert[(size_t) expert]];
+    assert(at.n_pins > 0);
+    at.n_pins--;
 }
 
-int32_t residency::victim(const scores & by, const std::vector<uint8_t> & keep) const {
-    int32_t lowest = -1;
-    for (int32_t s = 0; s < n_slots(); s++) {
-        const slot & at = slots[(size_t) s];
+void residency::protect(const std::vector<int32_t> & experts) {
+    now++;
+    for (const int32_t expert : experts) {
+        protection[(size_t) expert] = now;
+    }
+}
+
+size_t residency::lowest(const pool & p, const scores & by) const {
+    size_t found = NO_SLOT;
+    for (size_t s = p.first; s < p.first + (size_t) p.n; s++) {
+        const slot & at = slots[s];
         if (at.expert < 0) {
             return s;
         }
-        if (at.loading || at.n_pins > 0 || (!keep.empty() && keep[(size_t) at.expert])) {
+        if (at.loading || at.n_pins > 0 || protection[(size_t) at.expert] == now) {
             continue;
         }
-        if (lowest < 0 || by.lower(at.expert, slots[(size_t) lowest].expert)) {
-            lowest = s;
+        if (found == NO_SLOT || by.lower(at.expert, slots[found].expert)) {
+            found = s;
         }
     }
-    return lowest;
+    return found;
 }
 
-bool residency::insert(int32_t expert, const scores & by, const std::vector<uint8_t> & keep, insertion & done) {
+int32_t residency::victim(size_t layer, const scores & by) const {
+    const size_t s = lowest(pools[space.pool_of(layer)], by);
+    return s == NO_SLOT ? NOBODY : slots[s].expert;
+}
+
+bool residency::insert(size_t layer, int32_t expert, const scores & by, insertion & done) {
     assert(!present(expert));
-    const int32_t s = victim(by, keep);
-    if (s < 0) {
+    pool & p = pools[space.pool_of(layer)];
+    const size_t s = lowest(p, by);
+    if (s == NO_SLOT) {
         return false;
     }
-    slot & at = slots[(size_t) s];
-    done = { expert, s, at.expert };
+    slot & at = slots[s];
+    done = { expert, (int32_t) (s - p.first), at.expert };
     if (at.expert >= 0) {
         slot_of_expert[(size_t) at.expert] = -1;
     } else {
-        n_filled++;
+        p.n_filled++;
     }
     at.expert  = expert;
     at.loading = true;
-    slot_of_expert[(size_t) expert] = s;
+    slot_of_expert[(size_t) expert] = done.slot;
     return true;
 }
 
-void residency::finish(int32_t s, bool loaded) {
-    slot & at = slots[(size_t) s];
+void residency::update(const event & e, const std::vector<int32_t> & candidates, const scores & by, const admission & rule, bool keep_members, std::vector<insertion> & done) {
+    if (keep_members) {
+        protect(e.experts);
+    }
+    int32_t n_inserted = 0;
+    for (size_t i = 0; i < candidates.size() && n_inserted < rule.most_inserts; i++) {
+        insertion in;
+        if (!present(candidates[i]) && rule.admits(candidates[i], victim(e.layer, by), by) && insert(e.layer, candidates[i], by, in)) {
+            done.push_back(in);
+            n_inserted++;
+        }
+    }
+    protect({});
+}
+
+void residency::refine(size_t layer, int32_t first, int32_t end, const scores & by, int32_t budget, std::vector<insertion> & done) {
+    std::vector<int32_t> best((size_t) (end - first));
+    std::iota(best.begin(), best.end(), first);
+    const auto last = best.begin() + std::min(budget, end - first);
+    std::partial_sort(best.begin(), last, best.end(), [&](int32_t a, int32_t b) { return by.lower(b, a); });
+    for (auto at = best.begin(); at != last; at++) {
+        if (present(*at)) {
+            continue;
+        }
+        const int32_t replaced = victim(layer, by);
+        // An empty slot is filled as well, but not with what was never wanted.
+        if (replaced == NOBODY || by.score[(size_t) *at] <= (replaced >= 0 ? by.score[(size_t) replaced] : 0.0)) {
+            continue;
+        }
+        insertion in;
+        insert(layer, *at, by, in);
+        done.push_back(in);
+    }
+}
+
+void residency::bring(size_t layer, const std::vector<int32_t> & wanted, const scores & by, std::vector<insertion> & done) {
+    protect(wanted);
+    for (const int32_t expert : wanted) {
+        insertion in;
+        if (!present(expert) && insert(layer, expert, by, in)) {
+            done.push_back(in);
+        }
+    }
+    protect({});
+}
+
+void residency::finish(size_t layer, int32_t s, bool loaded) {
+    pool & p  = pools[space.pool_of(layer)];
+    slot & at = slots[p.first + (size_t) s];
     assert(at.loading);
     at.loading = false;
     if (!loaded) {
         slot_of_expert[(size_t) at.expert] = -1;
         at = {};
-        n_filled--;
+        p.n_filled--;
     }
-}
-
-std::vector<residency::insertion> residency::update(const event & e, const std::vector<int32_t> & candidates, const scores & by, const admission & rule) {
-    std::vector<insertion> done;
-    std::vector<uint8_t> keep((size_t) n_expert(), 0);
-    for (const int32_t expert : e.experts) {
-        keep[(size_t) expert] = 1;
-    }
-    for (const int32_t expert : candidates) {
-        if ((int32_t) done.size() >= rule.most_inserts) {
-            break;
-        }
-        if (present(expert)) {
-            continue;
-        }
-        const int32_t s = victim(by, keep);
-        const int32_t replaced = s < 0 ? -1 : slots[(size_t) s].expert;
-        if (s < 0 || (rule.strict && replaced >= 0 && by.n_uses[(size_t) expert] <= by.n_uses[(size_t) replaced])) {
-            continue;
-        }
-        insertion i;
-        insert(expert, by, keep, i);
-        done.push_back(i);
-    }
-    return done;
-}
-
-std::vector<residency::insertion> residency::refine(const scores & by, int32_t budget) {
-    std::vector<insertion> done;
-    std::vector<int32_t> best((size_t) n_expert());
-    std::iota(best.begin(), best.end(), 0);
-    const auto end = best.begin() + std::min(budget, n_expert());
-    std::partial_sort(best.begin(), end, best.end(), [&](int32_t a, int32_t b) { return by.lower(b, a); });
-    for (auto at = best.begin(); at != end; at++) {
-        if (present(*at)) {
-            continue;
-        }
-        const int32_t s = victim(by, {});
-        const int32_t replaced = s < 0 ? -1 : slots[(size_t) s].expert;
-        // An empty slot is filled as well, but not with what was never wanted.
-        if (s < 0 || by.score[(size_t) *at] <= (replaced >= 0 ? by.score[(size_t) replaced] : 0.0)) {
-            continue;
-        }
-        insertion i;
-        insert(*at, by, {}, i);
-        done.push_back(i);
-    }
-    return done;
 }
 
 } // namespace edgemoe

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <chrono>
+#include <numeric>
 
 namespace edgemoe {
 
@@ -19,18 +20,36 @@ access_counts & access_counts::operator+=(const access_counts & o) {
     n_proactive += o.n_proactive;
     n_evicted += o.n_evicted;
     n_failed += o.n_failed;
+    n_unused += o.n_unused;
     bytes_loaded += o.bytes_loaded;
     stall_us += o.stall_us;
     return *this;
 }
 
-tier::tier(std::vector<tier_layer> infos, const tier_options & options, std::function<bool(const transfer &)> how)
-    : options(options), upload(std::move(how)), choice(options.misses),
-      prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 3, 0, 0 }), stage((size_t) options.n_staging, staging::failed) {
+static std::vector<int32_t> n_experts(const std::vector<tier_layer> & infos) {
+    std::vector<int32_t> n;
     for (const tier_layer & info : infos) {
-        layers.push_back({ info, residency(info.n_expert, options.n_slots), make_policy(options.policy, info.n_expert), {} });
+        n.push_back(info.n_expert);
     }
-    if (upload) {
+    return n;
+}
+
+static policy_source with(const tables & learned, policy_source from) {
+    from.learned = &learned;
+    return from;
+}
+
+tier::tier(std::vector<tier_layer> infos, const tier_options & options, std::function<bool(const transfer &)> how)
+    : options(options), upload(std::move(how)), learned(options.from.learned ? *options.from.learned : tables()), space(n_experts(infos), options.shared),
+      in(space, options.n_slots), by(make_policy(options.policy, space, in, with(learned, options.from))), unused((size_t) space.n_all(), 0), choice(options.misses),
+      prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 3, 0, 0 }), stage((size_t) options.n_staging) {
+    if (this->options.rule.by == admission::rule::anyone) {
+        this->options.rule.by = by->admits();
+    }
+    for (const tier_layer & info : infos) {
+        layers.push_back({ info, {} });
+    }
+    if (upload && !options.inline_loads) {
         moving = std::make_unique<loader>([this](const transfer & t) { return timed_upload(t); }, [this](const transfer & t, bool loaded) { finished(t, loaded); });
     }
 }
@@ -64,10 +83,13 @@ bool tier::timed_upload(const transfer & t) {
 void tier::finished(const transfer & t, bool loaded) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        if (staged(t.slot, t.layer)) {
-            stage[(size_t) (t.slot - layers[t.layer].in.n_slots())] = loaded ? staging::loaded : staging::failed;
+        if (is_staging(t.layer, t.slot)) {
+            staging_slot & at = stage[(size_t) (t.slot - in.n_slots(t.layer))];
+            if (at.expert == space.first[t.layer] + t.expert) {   // nobody else wants it by now
+                at.state = loaded ? staging::loaded : staging::failed;
+            }
         } else {
-            layers[t.layer].in.finish(t.slot, loaded);
+            in.finish(t.layer, t.slot, loaded);
         }
         layers[t.layer].counts[(size_t) phase::decode].n_failed += !loaded;
     }
@@ -76,62 +98,126 @@ void tier::finished(const transfer & t, bool loaded) {
 
 // --- events; the mutex is held by those that are not public ---
 
-void tier::request(size_t layer, const residency::insertion & i, phase when, bool demand) {
+// `counts`: not when an expert moves from a staging slot to one of its layer, which is no new load of it.
+void tier::request(size_t layer, const residency::insertion & i, phase when, bool demand, bool counted) {
     access_counts & c = layers[layer].counts[(size_t) when];
-    (demand ? c.n_demand : c.n_proactive)++;
+    (demand ? c.n_demand : c.n_proactive) += counted;
+    c.bytes_loaded += counted ? layers[layer].info.bytes_per_expert : 0;
     c.n_evicted    += i.evicted >= 0;
-    c.bytes_loaded += layers[layer].info.bytes_per_expert;
-    if (moving) {
-        moving->request({ layer, i.expert, i.slot }, demand);
-    } else if (!staged(i.slot, layer)) {
-        layers[layer].in.finish(i.slot, true);
-    } else {
-        stage[(size_t) (i.slot - layers[layer].in.n_slots())] = staging::loaded;
+    if (i.evicted >= 0) {
+        c.n_unused += unused[(size_t) i.evicted];
+        unused[(size_t) i.evicted] = 0;
     }
+    unused[(size_t) i.expert] = !demand && counted;
+    const bool staging = is_staging(layer, i.slot);
+    if (!staging) {
+        by->inserted(i.expert);
+    }
+    const transfer t = { layer, expert_of(layer, i.expert), i.slot };
+    if (moving) {
+        moving->request(t, demand);
+        return;
+    }
+    const bool loaded = !upload || upload(t);
+    c.n_failed += !loaded;
+    if (staging) {
+        stage[(size_t) (i.slot - in.n_slots(layer))].state = loaded ? staging::loaded : staging::failed;
+    } else {
+        in.finish(layer, i.slot, loaded);
+    }
+}
+
+int32_t tier::staged_at(int32_t expert) const {
+    for (size_t s = 0; s < stage.size(); s++) {
+        if (stage[s].expert == expert) {
+            return (int32_t) s;
+        }
+    }
+    return -1;
+}
+
+// A staging slot into which nothing is on its way: an upload that was asked for earlier must not come after one that was asked for later.
+int32_t tier::free_stage(size_t from) const {
+    for (size_t s = from; s < stage.size(); s++) {
+        if (stage[s].state != staging::loading) {
+            return (int32_t) s;
+        }
+    }
+    return -1;
+}
+
+void tier::release_stage(visit & v) {
+    if (v.uses_stage) {
+        v.uses_stage = stage_taken = false;
+        for (staging_slot & s : stage) {
+            s = s.state == staging::loading ? s : staging_slot {};
+        }
+    }
+}
+
+// The i-th expert of the event comes into a staging slot, from number `at` on, and will be gone after it. False when there is none left.
+bool tier::through_stage(visit & v, size_t i, size_t & at) {
+    const int32_t s = free_stage(at);
+    if (s < 0) {
+        return false;
+    }
+    at = (size_t) s + 1;
+    stage[(size_t) s] = { v.e.experts[i], staging::loading };
+    stage_taken = v.uses_stage = v.any_awaited = true;
+    v.awaited[i] = arrival::staged;
+    request(v.layer, { v.e.experts[i], in.n_slots(v.layer) + s, -1 }, v.when, true);
+    return true;
 }
 
 // Turns misses into demand loads, as far as the mode wants and the slots allow.
 void tier::demand(visit & v) {
-    layer_state & l = layers[v.layer];
-    const int32_t n_experts = (int32_t) v.e.experts.size();
+    const size_t n_experts = v.e.experts.size();
     // With fewer slots than the event needs, each load would push out what the next event wants first: such a cache only takes what the policy brings in.
-    if (v.when == phase::prompt || n_experts > l.in.n_slots()) {
+    if (v.when == phase::prompt || (int32_t) n_experts > in.n_slots(v.layer)) {
         return;
     }
-    const int32_t n_misses = (int32_t) std::count(v.slot.begin(), v.slot.end(), -1);
-    int32_t n_to_load = choice.n_to_load(n_misses, l.info.kind);
-    std::vector<uint8_t> keep((size_t) l.info.n_expert, 0);
-    for (const int32_t expert : v.e.experts) {
-        keep[(size_t) expert] = 1;
+    int32_t n_to_load = choice.n_to_load((int32_t) std::count(v.slot.begin(), v.slot.end(), -1), layers[v.layer].info.kind);
+    if (n_to_load == 0) {
+        return;
     }
-    for (int32_t i = 0; i < n_experts && n_to_load > 0; i++) {
-        if (v.slot[(size_t) i] >= 0) {
+    const bool stage_is_free = !stage_taken;
+    size_t next_stage = 0;
+    in.protect(v.e.experts);
+    for (size_t i = 0; i < n_experts && n_to_load > 0; i++) {
+        const int32_t expert = v.e.experts[i];
+        if (v.slot[i] >= 0) {
             continue;
         }
-        const int32_t expert = v.e.experts[(size_t) i];
-        if (l.in.present(expert)) {
-            moving->promote(v.layer, expert);   // only a loader leaves something on its way
-            v.awaited[(size_t) i] = arrival::late;
+        if (in.present(expert)) {
+            moving->promote(v.layer, expert_of(v.layer, expert));   // only a loader leaves something on its way
+            v.awaited[i] = arrival::late;
+            in.pin(expert);
         } else {
+            const int32_t victim = in.victim(v.layer, by->by);
             residency::insertion at;
-            if (!l.in.insert(expert, l.by->by, keep, at)) {
-                break;
+            const bool may_stay = victim == -1 || (by->admits_misses() && by->keeps_members());   // else that is decided after the event
+            if (may_stay && options.rule.admits(expert, victim, by->by) && in.insert(v.layer, expert, by->by, at)) {
+                request(v.layer, at, v.when, true);
+                v.awaited[i] = arrival::demanded;
+                if (in.present(expert)) {   // else its load has failed at once
+                    in.pin(expert);
+                }
+            } else if (!stage_is_free || !through_stage(v, i, next_stage)) {
+                continue;
             }
-            request(v.layer, at, v.when, true);
-            v.awaited[(size_t) i] = arrival::demanded;
         }
-        l.in.pin(expert);
         v.any_awaited = true;
         n_to_load--;
     }
+    in.protect({});
 }
 
 // A prompt's misses that are worth the way to the device and back out of the cache.
 void tier::stream(visit & v) {
-    layer_state & l = layers[v.layer];
     if (v.when != phase::prompt || stage.empty() || stage_taken || options.misses == "cpu") {
         return;
     }
+    const tier_layer & info = layers[v.layer].info;
     std::vector<size_t> missing;
     for (size_t i = 0; i < v.slot.size(); i++) {
         if (v.slot[i] < 0) {
@@ -144,34 +230,74 @@ void tier::stream(visit & v) {
         n_tokens_of.push_back(v.e.n_tokens_of[i]);
     }
     const int32_t most = std::min((int32_t) missing.size(), (int32_t) stage.size());
-    const double  rate = choice.load_rate(l.info.kind);
-    const int32_t n    = options.misses == "load" ? most : prompts.n_to_stream(n_tokens_of, most, l.info.kind, rate > 0 ? (double) l.info.bytes_per_expert / rate : 0);
-    for (int32_t i = 0; i < n; i++) {
-        const int32_t expert = v.e.experts[missing[(size_t) i]];
-        stage[(size_t) i] = staging::loading;
-        stage_taken = true;
-        v.staged.push_back(expert);
-        v.awaited[missing[(size_t) i]] = arrival::staged;
-        v.any_awaited = true;
-        request(v.layer, { expert, l.in.n_slots() + i, -1 }, v.when, true);
-    }
+    const double  rate = choice.load_rate(info.kind);
+    const int32_t n    = options.misses == "load" ? most : prompts.n_to_stream(n_tokens_of, most, info.kind, rate > 0 ? (double) info.bytes_per_expert / rate : 0);
+    size_t next_stage = 0;
+    for (int32_t i = 0; i < n && through_stage(v, missing[(size_t) i], next_stage); i++) {}
 }
 
-tier::visit tier::begin(size_t layer, event e) {
+void tier::announce(const pass & s) {
     std::lock_guard<std::mutex> lock(mutex);
-    layer_state & l = layers[layer];
-    visit v = { layer, std::move(e), phase::decode, {}, {}, false, false, 0, {} };
-    v.when = v.e.n_tokens > MOST_DECODED ? phase::prompt : phase::decode;
-    v.slot.assign(v.e.experts.size(), -1);
-    v.awaited.assign(v.e.experts.size(), arrival::none);
-    v.left_alone = (v.when == phase::prompt ? prompt_choice : choice).mode() == miss_mode::off;
-    for (size_t i = 0; i < v.slot.size(); i++) {
-        const int32_t at = l.in.slot_of(v.e.experts[i]);
-        v.n_there += at >= 0;
-        if (at >= 0 && !v.left_alone) {
-            v.slot[i] = at;
-            l.in.pin(v.e.experts[i]);
+    announced = s;
+}
+
+void tier::begin_sequence(const recording * known) {
+    std::lock_guard<std::mutex> lock(mutex);
+    by->begin_sequence(known);
+    last_begun = SIZE_MAX;
+}
+
+tier::visit tier::begin(event e) {
+    std::lock_guard<std::mutex> lock(mutex);
+    visit v = {};
+    v.layer = e.layer;
+    v.when  = e.n_tokens > MOST_DECODED ? phase::prompt : phase::decode;
+    v.e     = std::move(e);
+    for (int32_t & expert : v.e.experts) {
+        expert += space.first[v.layer];
+    }
+    if (last_begun == SIZE_MAX || v.layer <= last_begun) {
+        by->begin_pass({ announced.token_ids, v.e.n_tokens, announced.stage }, wishes);
+        grant(v.when);
+    }
+    last_begun = v.layer;
+    const size_t n = v.e.experts.size();
+    if (by->needs_probs() && !v.e.probs) {
+        // Not known: what was chosen counts, by how many tokens chose it.
+        v.assumed.assign((size_t) space.n_expert(v.layer), 0.0f);
+        const float sum = (float) std::accumulate(v.e.n_tokens_of.begin(), v.e.n_tokens_of.end(), 0);
+        for (size_t i = 0; i < n; i++) {
+            v.assumed[(size_t) expert_of(v.layer, v.e.experts[i])] = (float) v.e.n_tokens_of[i] / sum;
         }
+        v.e.probs = v.assumed.data();
+    }
+    v.slot.assign(n, -1);
+    v.awaited.assign(n, arrival::none);
+    v.left_alone = (v.when == phase::prompt ? prompt_choice : choice).mode() == miss_mode::off;
+    for (size_t i = 0; i < n; i++) {
+        const int32_t expert = v.e.experts[i], at = in.slot_of(expert);
+        v.n_there += at >= 0;
+        if (v.left_alone) {
+            continue;
+        }
+        if (at >= 0) {
+            v.slot[i] = at;
+            in.pin(expert);
+            unused[(size_t) expert] = 0;
+        } else if (v.when == phase::decode && !in.present(expert) && !stage.empty()) {
+            const int32_t s = staged_at(expert);
+            if (s >= 0 && stage[(size_t) s].state == staging::loaded && (!stage_taken || v.uses_stage)) {
+                v.slot[i] = in.n_slots(v.layer) + s;
+                stage_taken = v.uses_stage = true;
+                unused[(size_t) expert] = 0;
+            }
+        }
+    }
+    // The router has spoken: what happens to the misses goes by what is known now.
+    if (v.when == phase::decode) {
+        by->observe(v.e);
+    } else if (options.seed) {
+        by->observe_prompt(v.e);
     }
     if (!v.left_alone) {
         demand(v);
@@ -186,60 +312,88 @@ void tier::wait(visit & v) {
     }
     const auto start = clock::now();
     std::unique_lock<std::mutex> lock(mutex);
-    layer_state & l = layers[v.layer];
     for (size_t i = 0; i < v.slot.size(); i++) {
-        if (v.awaited[i] == arrival::none) {
-            continue;
-        }
         const int32_t expert = v.e.experts[i];
         if (v.awaited[i] == arrival::staged) {
-            const size_t at = (size_t) (std::find(v.staged.begin(), v.staged.end(), expert) - v.staged.begin());
-            arrived.wait(lock, [&] { return stage[at] != staging::loading; });
-            v.slot[i] = stage[at] == staging::loaded ? l.in.n_slots() + (int32_t) at : -1;
-        } else {
-            arrived.wait(lock, [&] { return !l.in.present(expert) || l.in.slot_of(expert) >= 0; });
-            v.slot[i] = l.in.slot_of(expert);
+            const size_t at = (size_t) staged_at(expert);
+            arrived.wait(lock, [&] { return stage[at].state != staging::loading; });
+            v.slot[i] = stage[at].state == staging::loaded ? in.n_slots(v.layer) + (int32_t) at : -1;
+        } else if (v.awaited[i] != arrival::none) {
+            arrived.wait(lock, [&] { return !in.present(expert) || in.slot_of(expert) >= 0; });
+            v.slot[i] = in.slot_of(expert);
+            unused[(size_t) expert] = 0;
         }
     }
-    l.counts[(size_t) v.when].stall_us += (uint64_t) (1e6 * seconds_since(start));
+    layers[v.layer].counts[(size_t) v.when].stall_us += (uint64_t) (1e6 * seconds_since(start));
+}
+
+// What the policy has asked for.
+void tier::grant(phase when) {
+    for (const wish & w : wishes) {
+        changes.clear();
+        if (w.kind == wish::how::refine) {
+            in.refine(w.layer, w.first, w.end, *w.by, w.budget, changes);
+        } else if (w.kind == wish::how::bring) {
+            in.bring(w.layer, w.experts, *w.by, changes);
+        } else if (!stage_taken) {
+            size_t at = 0;
+            for (int32_t s = free_stage(0); s >= 0 && at < w.experts.size(); s = free_stage((size_t) s + 1), at++) {
+                stage[(size_t) s] = { w.experts[at], staging::loading };
+                request(w.layer, { w.experts[at], in.n_slots(w.layer) + s, -1 }, when, false);
+            }
+        }
+        for (const residency::insertion & i : changes) {
+            size_t layer = w.layer;
+            if (space.shared) {   // a refine of all layers
+                layer = (size_t) (std::upper_bound(space.first.begin(), space.first.end(), i.expert) - space.first.begin()) - 1;
+            }
+            request(layer, i, when, false);
+        }
+    }
+    wishes.clear();
 }
 
 // Loads that no computation waits for.
-void tier::bring_in(const visit & v) {
-    layer_state & l = layers[v.layer];
-    if (v.when == phase::prompt) {
-        if (!options.seed) {
-            return;
-        }
-        l.by->observe_prompt(v.e);
-    } else {
-        l.by->observe(v.e);
-    }
-    if (v.left_alone) {
+void tier::bring_in(visit & v) {
+    if (v.left_alone || (v.when == phase::prompt && !options.seed)) {
+        release_stage(v);
         return;   // what is there stays, for the next time that it is tried
     }
-    // The most used first: of these most is to be expected.
-    std::vector<int32_t> candidates = v.e.experts;
-    std::vector<int32_t> uses((size_t) l.info.n_expert, 0);
+    // Misses, the most used first: of these most is to be expected.
+    std::vector<std::pair<int32_t, int32_t>> order;   // minus the tokens, the expert
     for (size_t i = 0; i < v.e.experts.size(); i++) {
-        uses[(size_t) v.e.experts[i]] = v.e.n_tokens_of[i];
-    }
-    std::stable_sort(candidates.begin(), candidates.end(), [&](int32_t a, int32_t b) { return uses[(size_t) a] > uses[(size_t) b]; });
-    std::vector<residency::insertion> changes;
-    if (l.by->wants_refine(l.in)) {
-        changes = l.in.refine(l.by->by, l.in.n_slots());   // for the events to come: members of this one may go
-    } else if (v.when == phase::decode && l.by->admits_misses()) {
-        changes = l.in.update(v.e, candidates, l.by->by, options.rule);
-    }
-    // Empty slots cost nobody a place.
-    for (size_t i = 0; i < candidates.size() && l.in.n_present() < l.in.n_slots(); i++) {
-        residency::insertion at;
-        if (!l.in.present(candidates[i]) && l.in.insert(candidates[i], l.by->by, {}, at)) {
-            changes.push_back(at);
+        if (!in.present(v.e.experts[i])) {
+            order.push_back({ -v.e.n_tokens_of[i], v.e.experts[i] });
         }
     }
-    for (const residency::insertion & i : changes) {
-        request(v.layer, i, v.when, false);
+    std::sort(order.begin(), order.end());
+    std::vector<int32_t> missing;
+    for (const auto & [minus, expert] : order) {
+        missing.push_back(expert);
+    }
+    if (v.when == phase::decode && by->admits_misses() && !missing.empty()) {
+        if (options.rule.by == admission::rule::scored_higher) {
+            std::sort(missing.begin(), missing.end(), [&](int32_t a, int32_t b) { return by->by.lower(b, a); });
+        }
+        changes.clear();
+        in.update(v.e, missing, by->by, options.rule, by->keeps_members(), changes);
+        for (const residency::insertion & i : changes) {
+            request(v.layer, i, v.when, false, staged_at(i.expert) < 0);
+        }
+    }
+    release_stage(v);
+    if (v.when == phase::prompt) {
+        by->foresee_prompt(v.e, wishes);
+    } else {
+        by->foresee(v.e, wishes);
+    }
+    grant(v.when);
+    // An empty slot costs nobody a place.
+    for (size_t i = 0; i < missing.size() && !in.full(v.layer); i++) {
+        residency::insertion at;
+        if (!in.present(missing[i]) && in.insert(v.layer, missing[i], by->by, at)) {
+            request(v.layer, at, v.when, false);
+        }
     }
 }
 
@@ -249,11 +403,13 @@ void tier::end(visit & v, const cost & c) {
     access_counts & n = l.counts[(size_t) v.when];
     n.n_events++;
     n.n_accesses += v.e.experts.size();
+    size_t n_streamed = 0;
     for (size_t i = 0; i < v.slot.size(); i++) {
         const bool loaded = v.awaited[i] == arrival::demanded || v.awaited[i] == arrival::staged;
+        n_streamed += v.awaited[i] == arrival::staged;
         if (v.slot[i] >= 0) {
-            if (v.awaited[i] != arrival::staged) {
-                l.in.unpin(v.e.experts[i]);
+            if (!is_staging(v.layer, v.slot[i])) {
+                in.unpin(v.e.experts[i]);
             }
             n.n_hits += !loaded;
             continue;
@@ -264,11 +420,10 @@ void tier::end(visit & v, const cost & c) {
             n.bytes_loaded -= l.info.bytes_per_expert;
         }
     }
-    if (!v.staged.empty()) {
-        stage_taken = false;
-        prompts.on_device(l.info.kind, (double) v.staged.size(), c.late_seconds);
-    }
     if (v.when == phase::prompt) {
+        if (n_streamed > 0) {
+            prompts.on_device(l.info.kind, (double) n_streamed, c.late_seconds);
+        }
         prompts.computed(l.info.kind, (double) c.n_cpu_pairs, c.cpu_seconds);
         if (v.n_there > 0) {   // else there was nothing to choose
             prompt_choice.step(c.seconds, c.n_pairs);
@@ -291,10 +446,11 @@ void tier::end(visit & v, const cost & c) {
 void tier::clear() {
     wait_idle();
     std::lock_guard<std::mutex> lock(mutex);
-    for (layer_state & l : layers) {
-        l.in = residency(l.info.n_expert, options.n_slots);
-        l.by->reset();
-    }
+    in = residency(space, options.n_slots);
+    by->reset();
+    stage.assign(stage.size(), {});
+    unused.assign(unused.size(), 0);
+    last_begun = SIZE_MAX;
 }
 
 access_counts tier::counts(phase when, size_t layer) const {
@@ -305,8 +461,8 @@ access_counts tier::counts(phase when, size_t layer) const {
 std::vector<int32_t> tier::residents(size_t layer) const {
     std::lock_guard<std::mutex> lock(mutex);
     std::vector<int32_t> experts;
-    for (int32_t e = 0; e < layers[layer].info.n_expert; e++) {
-        if (layers[layer].in.slot_of(e) >= 0) {
+    for (int32_t e = 0; e < space.n_expert(layer); e++) {
+        if (in.slot_of(space.first[layer] + e) >= 0) {
             experts.push_back(e);
         }
     }

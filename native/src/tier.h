@@ -24,18 +24,22 @@ struct access_counts {
     uint64_t n_events = 0, n_accesses = 0;           // A: distinct experts, summed over the events
     uint64_t n_hits = 0, n_demand = 0, n_computed = 0;   // in a slot; D: loaded, and waited for; C: computed on the CPU. Their sum is A.
     uint64_t n_proactive = 0, n_evicted = 0, n_failed = 0;   // P; residents that had to go; uploads that failed
+    uint64_t n_unused = 0;                           // of those that had to go: came in as P and were never used
     uint64_t bytes_loaded = 0, stall_us = 0;         // by D and P; waiting for D
 
     access_counts & operator+=(const access_counts & o);
 };
 
 struct tier_options {
-    int32_t     n_slots = 0;           // per layer
-    std::string policy  = "placement";
-    std::string misses  = "auto";      // cpu, load, auto
-    admission   rule;
-    bool        seed    = true;        // a prompt's experts are a reason to come in
-    int32_t     n_staging = 0;         // slots beside those of the layers, for all of them, through which prompts stream experts
+    int32_t       n_slots = 0;           // per layer
+    bool          shared  = false;       // of all layers together; a device's slots belong to their layer
+    std::string   policy  = "placement";
+    policy_source from;                  // what the policy has learned; the tier keeps a copy
+    std::string   misses  = "auto";      // cpu, load, auto
+    admission     rule;
+    bool          seed    = true;        // a prompt's experts are a reason to come in
+    int32_t       n_staging = 0;         // slots beside those of the layers, for all of them: prompts stream experts through them, and misses that are not to stay
+    bool          inline_loads = false;  // a load is done when it is asked for, so that nothing depends on time
 };
 
 struct tier_layer {
@@ -63,9 +67,15 @@ struct tier {
         bool                 any_awaited = false;
         bool                 left_alone = false;   // the device, though experts are there
         int32_t              n_there = 0;          // experts that are
-        std::vector<int32_t> staged;    // experts in staging slots, in the order of these: slots n_slots(layer) ...
+        std::vector<float>   assumed;             // the router's probabilities, where the event does not have them
+        bool                 uses_stage = false;   // some of its experts are in staging slots: n_slots(layer) ...
     };
-    visit begin(size_t layer, event e);
+    // What the coming steps are made of; to be said before each step, or not at all.
+    void  announce(const pass & s);
+    // A new text: policies forget what belongs to the last one.
+    void  begin_sequence(const recording * known);
+    // `e` has the experts' numbers in their layer; the visit's event has their keys. A step begins with a layer that is not behind the last one.
+    visit begin(event e);
     // Until all awaited experts are in their slots; the slot of one that failed becomes -1.
     void  wait(visit & v);
     // What it took: seconds, bytes and routed pairs of the experts computed on the CPU; seconds on the device of those that were awaited; seconds and pairs of it all.
@@ -80,8 +90,12 @@ struct tier {
     void  clear();
     access_counts counts(phase when, size_t layer) const;
     size_t        n_layers() const { return layers.size(); }
-    int32_t       n_expert(size_t layer) const { return layers[layer].info.n_expert; }
-    int32_t       n_slots(size_t layer) const { return layers[layer].in.n_slots(); }
+    int32_t       n_expert(size_t layer) const { return space.n_expert(layer); }
+    int32_t       n_slots(size_t layer) const { return in.n_slots(layer); }
+    // The number in its layer of an expert's key.
+    int32_t       expert_of(size_t layer, int32_t key) const { return key - space.first[layer]; }
+    bool          needs_probs() const { return by->needs_probs(); }
+    bool          needs_future() const { return by->needs_future(); }
     std::vector<int32_t> residents(size_t layer) const;
     // The mode of misses now, and the rates of layers like this one, in bytes per second.
     miss_mode     mode() const;
@@ -90,17 +104,22 @@ struct tier {
 
 private:
     struct layer_state {
-        tier_layer              info;
-        residency               in;
-        std::unique_ptr<policy> by;
+        tier_layer info;
         std::array<access_counts, 2> counts;
     };
+    enum class staging : uint8_t { empty, loading, loaded, failed };
+    struct staging_slot { int32_t expert = -1; staging state = staging::empty; };
 
     void demand(visit & v);
     void stream(visit & v);
-    bool staged(int32_t slot, size_t layer) const { return slot >= layers[layer].in.n_slots(); }
-    void bring_in(const visit & v);
-    void request(size_t layer, const residency::insertion & i, phase when, bool demand);
+    bool through_stage(visit & v, size_t i, size_t & at);
+    int32_t free_stage(size_t from) const;
+    void release_stage(visit & v);
+    int32_t staged_at(int32_t expert) const;
+    void bring_in(visit & v);
+    void grant(phase when);
+    bool is_staging(size_t layer, int32_t slot) const { return slot >= in.n_slots(layer); }
+    void request(size_t layer, const residency::insertion & i, phase when, bool demand, bool counts = true);
     void finished(const transfer & t, bool loaded);
     bool timed_upload(const transfer & t);
 
@@ -108,14 +127,21 @@ private:
     std::function<bool(const transfer &)> upload;
     mutable std::mutex       mutex;
     std::condition_variable  arrived;
+    const tables             learned;
+    const expert_space       space;
+    residency                in;
+    std::unique_ptr<policy>  by;
     std::vector<layer_state> layers;
+    pass                     announced;
+    std::vector<wish>        wishes;             // workspaces, to be empty between calls
+    std::vector<residency::insertion> changes;
+    std::vector<uint8_t>     unused;             // per key: came in as P and was not used since
     miss_choice              choice;
     miss_choice              prompt_choice;      // between hits on the device and all on the CPU; its steps are events
     stream_choice            prompts;
-    enum class staging : uint8_t { loading, loaded, failed };
-    std::vector<staging>     stage;              // of the staging slots
+    std::vector<staging_slot> stage;
     bool                     stage_taken = false;   // by the one event that may use them
-    size_t                   last_layer = 0;     // of the step that is running
+    size_t                   last_begun = SIZE_MAX, last_layer = 0;   // of the step that is running
     double                   step_seconds = 0;
     int64_t                  step_pairs = 0;
     std::unique_ptr<loader>  moving;             // last: its thread reports to the rest

@@ -1,0 +1,210 @@
+// Policies that choose a set, keep it, and choose anew now and then. Where misses are computed in place, moving rarely keeps about the hit rate of LRU at a small part
+// of its traffic.
+#include "policies.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace edgemoe {
+
+// The set is chosen by counts. Between two choices nothing moves.
+struct chosen_set : policy {
+    chosen_set(const expert_space & space, const residency & in, double decay, double bonus)
+        : policy(space, in), decay(decay), bonus(bonus), recent((size_t) space.n_all(), 0), old((size_t) space.n_all(), 0) {}
+
+    void observe(const event & e) override {
+        policy::observe(e);
+        for (size_t i = 0; i < e.experts.size(); i++) {
+            recent[(size_t) e.experts[i]] += e.n_tokens_of[i];
+        }
+    }
+
+    void observe_prompt(const event & e) override { observe(e); }
+    bool admits_misses() const override { return false; }
+
+    void reset() override {
+        policy::reset();
+        std::fill(recent.begin(), recent.end(), 0);
+        std::fill(old.begin(), old.end(), 0.0);
+    }
+
+    // Of these keys the best come in, by what was counted.
+    void choose(size_t layer, int32_t first, int32_t end, std::vector<wish> & wishes) {
+        for (size_t i = (size_t) first; i < (size_t) end; i++) {
+            old[i] = (double) recent[i] + decay * old[i];
+            recent[i] = 0;
+            by.score[i] = old[i] + (in.present((int32_t) i) ? bonus : 0.0);
+        }
+        wishes.push_back({ wish::how::refine, layer, {}, &by, first, end, in.n_slots(layer) });
+    }
+
+    void choose_all(std::vector<wish> & wishes) {
+        if (space.shared) {
+            choose(0, 0, space.n_all(), wishes);
+            return;
+        }
+        for (size_t layer = 0; layer < space.n_layers(); layer++) {
+            choose(layer, space.first[layer], space.first[layer + 1], wishes);
+        }
+    }
+
+    double decay, bonus;
+    std::vector<int64_t> recent;
+    std::vector<double>  old;
+};
+
+// Chosen anew every so many tokens: counts since the last choice, plus decay times the score so far, plus a bonus for residents. A new sequence starts with few counts,
+// so the first choices can come early: after `early` tokens, twice as many, and so on up to `every`.
+struct placement : chosen_set {
+    placement(const expert_space & space, const residency & in, int64_t every, double decay, double bonus, int64_t early)
+        : chosen_set(space, in, decay, bonus), every(every), early(early), n_tokens(space.n_layers(), 0), next(space.n_layers(), early ? early : every) {}
+
+    void observe(const event & e) override {
+        chosen_set::observe(e);
+        n_tokens[e.layer] += e.n_tokens;
+    }
+
+    void foresee(const event & e, std::vector<wish> & wishes) override {
+        if (n_tokens[e.layer] < next[e.layer] || (space.shared && e.layer + 1 < space.n_layers())) {
+            return;
+        }
+        n_tokens[e.layer] = 0;
+        next[e.layer]     = std::min(2 * next[e.layer], every);
+        if (space.shared) {
+            choose_all(wishes);
+        } else {
+            choose(e.layer, space.first[e.layer], space.first[e.layer + 1], wishes);
+        }
+    }
+
+    void foresee_prompt(const event & e, std::vector<wish> & wishes) override { foresee(e, wishes); }
+
+    void begin_sequence(const recording * known) override {
+        chosen_set::begin_sequence(known);
+        std::fill(next.begin(), next.end(), early ? early : every);
+    }
+
+    void reset() override {
+        chosen_set::reset();
+        std::fill(n_tokens.begin(), n_tokens.end(), 0);
+        std::fill(next.begin(), next.end(), early ? early : every);
+    }
+
+    int64_t every, early;
+    std::vector<int64_t> n_tokens, next;   // per layer: since the last choice; at the next one
+};
+
+// SAEM: at each boundary between stages the experts that most tokens of the finished stage used.
+struct stage : chosen_set {
+    stage(const expert_space & space, const residency & in, double decay, double bonus) : chosen_set(space, in, decay, bonus) {}
+
+    void begin_sequence(const recording * known) override {
+        chosen_set::begin_sequence(known);
+        current = -1;
+    }
+
+    void begin_pass(const pass & s, std::vector<wish> & wishes) override {
+        chosen_set::begin_pass(s, wishes);
+        if (s.stage != current && current >= 0) {
+            choose_all(wishes);
+        }
+        current = s.stage;
+    }
+
+    int32_t current = -1;
+};
+
+// With perfect knowledge of what the coming stage will use, or of the coming tokens.
+struct foresight : chosen_set {
+    foresight(const expert_space & space, const residency & in, int64_t every) : chosen_set(space, in, 0, 0), every(every) {}
+
+    void begin_sequence(const recording * all) override {
+        chosen_set::begin_sequence(all);
+        known = all;
+        now   = -1;
+        until = 0;
+    }
+
+    void begin_pass(const pass & s, std::vector<wish> & wishes) override {
+        chosen_set::begin_pass(s, wishes);
+        if (!known) {
+            throw std::invalid_argument("policies oracle and foresight know the future, which only a simulation does");
+        }
+        if (++now < until) {
+            return;
+        }
+        until = now + 1;
+        while ((size_t) until < known->n_passes && (every > 0 ? until < now + every : known->stage[(size_t) until] == known->stage[(size_t) now])) {
+            until++;
+        }
+        for (size_t key = 0; key < known->passes_of.size(); key++) {
+            const std::vector<int32_t> & uses = known->passes_of[key];
+            recent[key] = std::lower_bound(uses.begin(), uses.end(), (int32_t) until) - std::lower_bound(uses.begin(), uses.end(), (int32_t) now);
+        }
+        choose_all(wishes);
+    }
+
+    void observe(const event & e) override { policy::observe(e); }
+    bool needs_future() const override { return true; }
+
+    int64_t every, now = -1, until = 0;
+    const recording * known = nullptr;
+};
+
+// The set that training text used most, from the first token on.
+struct static_set : policy {
+    static_set(const expert_space & space, const residency & in, const tables & learned) : policy(space, in) {
+        const auto found = learned.find("usage");
+        if (found == learned.end() || found->second.data.size() != by.score.size()) {
+            throw std::invalid_argument("policy static: wanted a table usage [layers, experts], which fitting on a trace makes");
+        }
+        usage = found->second.data;
+    }
+
+    void begin_sequence(const recording * known) override {
+        policy::begin_sequence(known);
+        begun = false;
+    }
+
+    void begin_pass(const pass & s, std::vector<wish> & wishes) override {
+        policy::begin_pass(s, wishes);
+        if (begun) {
+            return;
+        }
+        begun = true;
+        std::copy(usage.begin(), usage.end(), by.score.begin());
+        for (size_t layer = 0; layer < (space.shared ? 1 : space.n_layers()); layer++) {
+            wishes.push_back({ wish::how::refine, layer, {}, &by, space.first[layer], space.shared ? space.n_all() : space.first[layer + 1], in.n_slots(layer) });
+        }
+    }
+
+    bool admits_misses() const override { return false; }
+
+    bool begun = false;
+    std::vector<float> usage;
+};
+
+std::vector<policy_kind> placement_policies() {
+    using P = std::unique_ptr<policy>;
+    return {
+        { "placement", { { "every", { 32, 1, 1e9 } }, { "decay", { 0.5, 0, 1 } }, { "bonus", { -1, -1, 1e9 } }, { "early", { 0, 0, 1e9 } } },
+          [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
+              const double every = p.at("every").value, bonus = p.at("bonus").value;
+              return std::make_unique<placement>(s, in, (int64_t) every, p.at("decay").value, bonus < 0 ? every / 16 : bonus, (int64_t) p.at("early").value);
+          } },
+        { "stage", { { "decay", { 0, 0, 1 } }, { "bonus", { 0, 0, 1e9 } } },
+          [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
+              return std::make_unique<stage>(s, in, p.at("decay").value, p.at("bonus").value);
+          } },
+        { "oracle", {}, [](const expert_space & s, const residency & in, const parameters &, const policy_source &) -> P { return std::make_unique<foresight>(s, in, 0); } },
+        { "foresight", { { "every", { 64, 1, 1e9 } } },
+          [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
+              return std::make_unique<foresight>(s, in, (int64_t) p.at("every").value);
+          } },
+        { "static", {}, [](const expert_space & s, const residency & in, const parameters &, const policy_source & from) -> P {
+              return std::make_unique<static_set>(s, in, from.learned ? *from.learned : tables());
+          } },
+    };
+}
+
+} // namespace edgemoe

@@ -1,0 +1,155 @@
+#include "simulation.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace edgemoe {
+
+namespace {
+
+// Rows [first, end) of one step.
+struct rows_of_step { size_t first, end; };
+
+struct sequence {
+    tier &                    t;
+    const trace_rows &        rows;
+    std::vector<rows_of_step> steps;
+    std::vector<int32_t>      count;         // tokens per expert of the layer at hand
+    std::vector<float>        probs, hidden, next, successor;   // means over a step
+
+    sequence(tier & t, const trace_rows & rows) : t(t), rows(rows) {
+        for (size_t r = 0; r < rows.n_rows; r++) {
+            if (r == 0 || !rows.step || rows.step[r] != rows.step[r - 1]) {
+                steps.push_back({ r, r });
+            }
+            steps.back().end = r + 1;
+        }
+        int32_t most = 0;
+        for (size_t layer = 0; layer < t.n_layers(); layer++) {
+            most = std::max(most, t.n_expert(layer));
+        }
+        count.assign((size_t) most, 0);
+    }
+
+    const uint16_t * ids_of(size_t row, size_t layer) const { return rows.ids + (row * t.n_layers() + layer) * rows.n_used; }
+
+    event event_of(const rows_of_step & s, size_t layer) {
+        event e = { layer, {}, {}, 0 };   // not all rows of a prompt reach the last layer
+        e.experts.reserve(rows.n_used);
+        e.n_tokens_of.reserve(rows.n_used);
+        for (size_t r = s.first; r < s.end; r++) {
+            const uint16_t * ids = ids_of(r, layer);
+            e.n_tokens += ids[0] != NO_EXPERT;
+            for (size_t k = 0; k < rows.n_used; k++) {
+                if (ids[k] == NO_EXPERT) {
+                    continue;
+                }
+                if (ids[k] >= t.n_expert(layer)) {
+                    throw std::invalid_argument("row " + std::to_string(r) + ", layer " + std::to_string(layer) + ": expert " + std::to_string(ids[k]) + ", wanted less than " +
+                        std::to_string(t.n_expert(layer)));
+                }
+                if (count[ids[k]]++ == 0) {
+                    e.experts.push_back(ids[k]);
+                }
+            }
+        }
+        std::sort(e.experts.begin(), e.experts.end());
+        for (const int32_t expert : e.experts) {
+            e.n_tokens_of.push_back(count[(size_t) expert]);
+            count[(size_t) expert] = 0;
+        }
+        return e;
+    }
+
+    // The mean over the step's rows; of one row the row itself.
+    const float * mean(const float * all, size_t width, const rows_of_step & s, size_t layer, std::vector<float> & sum) const {
+        const auto row = [&](size_t r) { return all + (r * t.n_layers() + layer) * width; };
+        if (!all || s.end == s.first + 1) {
+            return all ? row(s.first) : nullptr;
+        }
+        sum.assign(width, 0.0f);
+        for (size_t r = s.first; r < s.end; r++) {
+            for (size_t i = 0; i < width; i++) {
+                sum[i] += row(r)[i] / (float) (s.end - s.first);
+            }
+        }
+        return sum.data();
+    }
+
+    // Of the chosen experts only: the others have none.
+    const float * scattered(const rows_of_step & s, size_t layer) {
+        probs.assign((size_t) t.n_expert(layer), 0.0f);
+        for (size_t r = s.first; r < s.end; r++) {
+            const uint16_t * ids = ids_of(r, layer);
+            for (size_t k = 0; k < rows.n_used; k++) {
+                if (ids[k] != NO_EXPERT) {
+                    probs[ids[k]] += rows.chosen_probs[(r * t.n_layers() + layer) * rows.n_used + k] / (float) (s.end - s.first);
+                }
+            }
+        }
+        return probs.data();
+    }
+
+    recording known() const {
+        recording all;
+        all.n_passes = steps.size();
+        std::vector<size_t> first(t.n_layers() + 1, 0);
+        for (size_t layer = 0; layer < t.n_layers(); layer++) {
+            first[layer + 1] = first[layer] + (size_t) t.n_expert(layer);
+        }
+        all.passes_of.resize(first.back());
+        for (size_t s = 0; s < steps.size(); s++) {
+            all.stage.push_back(rows.stage ? rows.stage[steps[s].first] : -1);
+            for (size_t r = steps[s].first; r < steps[s].end; r++) {
+                for (size_t layer = 0; layer < t.n_layers(); layer++) {
+                    for (size_t k = 0; k < rows.n_used; k++) {
+                        const uint16_t id = ids_of(r, layer)[k];
+                        if (id < t.n_expert(layer)) {
+                            std::vector<int32_t> & uses = all.passes_of[first[layer] + id];
+                            if (uses.empty() || uses.back() != (int32_t) s) {
+                                uses.push_back((int32_t) s);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        return all;
+    }
+
+    void run() {
+        recording all;
+        if (t.needs_future()) {
+            all = known();
+        }
+        t.begin_sequence(t.needs_future() ? &all : nullptr);
+        const bool with_probs = t.needs_probs();
+        const size_t n_expert = (size_t) t.n_expert(0);
+        for (const rows_of_step & s : steps) {
+            t.announce({ rows.token_ids ? rows.token_ids + s.first : nullptr, (int64_t) (s.end - s.first), rows.stage ? rows.stage[s.first] : -1 });
+            for (size_t layer = 0; layer < t.n_layers(); layer++) {
+                event e = event_of(s, layer);
+                if (e.experts.empty()) {
+                    continue;
+                }
+                if (with_probs) {
+                    e.probs = rows.probs ? mean(rows.probs, n_expert, s, layer, probs) : rows.chosen_probs ? scattered(s, layer) : nullptr;
+                    e.hidden    = mean(rows.hidden, rows.n_embd, s, layer, hidden);
+                    e.next      = mean(rows.next, n_expert, s, layer, next);
+                    e.successor = mean(rows.successor, n_expert, s, layer, successor);
+                }
+                tier::visit v = t.begin(std::move(e));
+                t.wait(v);
+                t.end(v, {});
+            }
+        }
+        t.begin_sequence(nullptr);   // `all` ends here
+    }
+};
+
+} // namespace
+
+void simulate(tier & t, const trace_rows & rows) { sequence(t, rows).run(); }
+
+} // namespace edgemoe
