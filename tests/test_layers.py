@@ -23,7 +23,7 @@ KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x8
 TIER = ["residency", "policy", "loader", "miss_choice", "tier"]
 NATIVE = [
     "file", "gguf_file", "source", "store", *TIER, "device_slots", "device_cache", *KERNELS, "weights", "elementwise", "expert_block", "device_runner", "products", "graph_plan",
-    "executor", "backend", "api",
+    "executor", "backend", "router_tap", "recorder", "api",
 ]
 
 

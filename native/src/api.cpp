@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "kernels/kernels.h"
+#include "recorder.h"
 
 #include <algorithm>
 #include <cstring>
@@ -23,6 +24,11 @@ struct edgemoe_model {
     edgemoe_source         view;    // of the model's own source
     std::string            dense;   // pattern
     std::string            fault;
+    router_tap             tap;     // of the context that was made with it
+};
+
+struct edgemoe_recorder {
+    recorder r;
 };
 
 struct edgemoe_replay {
@@ -327,6 +333,30 @@ void edgemoe_model_wait_cache(edgemoe_model * model) { model->m->cache->experts.
 void edgemoe_model_stop_cache(edgemoe_model * model) { model->m->cache->experts.stop(); }
 
 void edgemoe_model_clear_cache(edgemoe_model * model) { model->m->cache->experts.clear(); }
+
+bool edgemoe_model_eval(void * node, bool ask, void * model) { return ((edgemoe_model *) model)->tap.eval((ggml_tensor *) node, ask); }
+
+edgemoe_recorder * edgemoe_recorder_open(edgemoe_model * model, int32_t n_used, int32_t n_expert, int32_t n_embd, int64_t n_ubatch) {
+    return guarded([&] {
+        std::vector<int> layers;
+        for (const expert_layer & layer : model->m->src->layers) {
+            layers.push_back((int) layer.index);
+        }
+        return new edgemoe_recorder { { model->tap, layers, n_used, n_expert, n_embd, n_ubatch } };
+    }, nullptr);
+}
+
+void edgemoe_recorder_close(edgemoe_recorder * recorder) { delete recorder; }
+
+void edgemoe_recorder_begin(edgemoe_recorder * recorder, const edgemoe_recording * to) {
+    recorder->r.begin({ to->n_tokens, to->outputs, to->ids, to->chosen, to->probs, to->hidden });
+}
+
+int64_t edgemoe_recorder_end(edgemoe_recorder * recorder) {
+    return guarded([&] { return recorder->r.end(); }, (int64_t) -1);
+}
+
+const char * edgemoe_recorder_gating(const edgemoe_recorder * recorder) { return gating_name(recorder->r.how); }
 
 edgemoe_replay * edgemoe_replay_open(uint32_t n_expert, const edgemoe_cache_options * o) {
     return guarded([&] { return new edgemoe_replay { { { { (int32_t) n_expert, 1, 0 } }, tier_options_of(*o), nullptr }, {} }; }, nullptr);
