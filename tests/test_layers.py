@@ -10,12 +10,13 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native"},
-    {"package", "devices", "tokenizer", "probe"},
+    {"_native", "trace"},
+    {"trace_import", "package", "devices", "tokenizer", "probe"},
     {"cache_plan"},
     {"plan", "engine"},
-    {"session", "verify", "doctor"},
+    {"session", "verify", "doctor", "record"},
     {"chat"},
+    {"trace_commands"},
     {"cli"},
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
