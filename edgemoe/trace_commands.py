@@ -58,7 +58,7 @@ def record(options) -> int:
     session = open_session(options, llm)
     if not options.raw:
         session.require_template()
-    kept = {name: getattr(options, name) for name in KEPT if getattr(options, name) not in (None, "", False)}
+    kept = {name: value for name in KEPT if (value := getattr(options, name)) not in (None, "") and value is not False}
     start, too_long = time.perf_counter(), []
     stopped = False
     with Recorder(llm, options.out, full_probs=options.full_probs, hidden=options.hidden, source=os.path.basename(options.prompts), options=kept) as recorder:
