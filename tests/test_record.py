@@ -19,6 +19,7 @@ from test_engine import dense_model
 from tiny_models import FAMILIES
 
 import edgemoe
+from edgemoe.devices import devices
 from edgemoe.errors import EdgemoeError
 from edgemoe.trace import Trace, TraceError
 
@@ -150,6 +151,25 @@ def test_recording_changes_no_logit(family, models, tmp_path):
             check_counters(t, stats)
             if "slots" in llama:
                 assert stats["n_on_device"] > 0
+
+
+@pytest.mark.parametrize("llama", [dict(slots=0), dict(slots=6), dict(vram=2**31, tap=True)], ids=["experts on the CPU", "slots", "everything on the device"])
+@pytest.mark.parametrize("family", ["qwen3moe", "gpt-oss", "deepseek2"])
+def test_routers_on_a_gpu(family, llama, models, tmp_path):
+    """llama.cpp computes the routers on a Vulkan device, whose rounding is another one: a few experts may differ."""
+    found = [d.name for d in devices() if d.name.startswith("Vulkan")]
+    if not found:
+        pytest.skip("no Vulkan device in this build of llama-cpp-python")
+    gguf_path = models(family, "Q8_0")
+    for options in WAYS:
+        expected, _, _ = recorded(gguf_path, tmp_path / "t.npz", **options)
+        t, stats, _ = recorded(gguf_path, tmp_path / "u.npz", llama=dict(n_gpu_layers=-1, device=found[0]) | llama, **options)
+        assert (t.ids == expected.ids).mean() > 0.9 and (t.step == expected.step).all()
+        assert np.median(np.abs(t.probs.astype(np.float32) - expected.probs)) < 0.02
+        if t.hidden is not None:
+            assert np.median(np.abs(t.hidden.astype(np.float32) - expected.hidden)) < 0.1
+        if "vram" not in llama:
+            check_counters(t, stats)
 
 
 def test_every_row_is_there_when_all_logits_are_wanted(models, tmp_path):
