@@ -74,9 +74,9 @@ def record(options) -> int:
                     bar.update()
         except KeyboardInterrupt:
             stopped = True
-        if not recorder.n_sequences:
-            note("stopped by Ctrl-C" if stopped else "no prompt fits the context")
-            raise TraceError(f"{options.out}: not written: no prompt was completed")
+        if stopped and not recorder.n_sequences:
+            note(f"stopped by Ctrl-C before a prompt was complete: {options.out} is not written")
+            raise KeyboardInterrupt
         recorder.finish()
         report = {
             "trace": options.out,

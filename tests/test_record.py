@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -345,6 +346,30 @@ def test_ctrl_c_writes_what_is_complete(models, tmp_path):
     t = Trace.load(tmp_path / "t.npz")
     assert 10 <= t.n_sequences < 1000 and len({len(s.ids) for s in t.sequences()}) == 1  # all the same prompt: all whole
     assert sorted(os.listdir(tmp_path)) == ["p.txt", "t.npz"]
+
+
+def test_ctrl_c_before_a_prompt_is_complete(models, tmp_path):
+    terminal = start(models, tmp_path, "-n", "100000", "--ctx", "4096")
+    terminal.wait_for(r"0/1000 .*[1-9]\d* tokens")
+    terminal.type("\x03")
+    terminal.wait_for("stopped by Ctrl-C before a prompt was complete: .*t.npz is not written")
+    assert terminal.close() == 130
+    assert os.listdir(tmp_path) == ["p.txt"]
+
+
+def test_a_full_disk_ends_it_in_one_line(edgemoe, models, tmp_path):
+    (tmp_path / "p.txt").write_text("Hello\n" * 40)
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))  # noqa: E731
+    command = [sys.executable, "-m", "edgemoe.cli", "trace", models("qwen3moe", "Q8_0"), "--prompts", "p.txt", "--out", "t.npz", "--hidden", "-n", "40"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, preexec_fn=limit)
+    assert result.returncode == 1 and result.stdout == "" and result.stderr.splitlines()[1:] == ["edgemoe: error: t.npz: File too large"]
+    assert os.listdir(tmp_path) == ["p.txt"]
+
+
+def test_fewer_experts_per_token_than_the_model_says(models, tmp_path):
+    t, stats, _ = recorded(models("qwen3moe", "Q8_0"), tmp_path / "t.npz", llama=dict(kv_overrides={"qwen3moe.expert_used_count": 2}))
+    assert t.n_used == 2
+    check_counters(t, stats)
 
 
 def test_killed_leaves_nothing_that_opens(models, tmp_path):
