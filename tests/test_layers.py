@@ -10,9 +10,9 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native", "trace"},
-    {"trace_import", "package", "devices", "tokenizer", "probe"},
-    {"cache_plan"},
+    {"_native", "npz"},
+    {"trace", "package", "devices", "tokenizer", "probe"},
+    {"cache_plan", "trace_import"},
     {"plan", "engine"},
     {"session", "verify", "doctor", "record"},
     {"chat"},
