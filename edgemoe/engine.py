@@ -1,7 +1,7 @@
 """`Llama`: llama_cpp.Llama whose routed experts belong to edgemoe's ggml device.
 
-Everything but loading and the guard around decoding is llama-cpp-python's. Loading steps in at one place: the function with which its LlamaModel
-asks libllama for a model.
+Everything but loading and the guard around decoding is llama-cpp-python's. Loading steps in at two places: the functions with which its LlamaModel and its
+LlamaContext ask libllama for a model and for a context.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import jinja2
 import llama_cpp
@@ -21,8 +21,9 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 from edgemoe import _native, machine
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
-from edgemoe.errors import ModelError, ModelFault
+from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
+from edgemoe.policies import Policy, policy as read_policy
 from edgemoe.tokenizer import WholePieceTokenizer
 
 # llama_cpp takes warnings (level 3 of ggml) for errors and prints them even when it is told to be quiet.
@@ -32,6 +33,7 @@ _native.load()  # here, not at the first load: like llama_cpp, whose import load
 
 _pending = threading.local()
 _load_from_file = C.llama_model_load_from_file
+_init_from_model = C.llama_init_from_model
 
 
 class _BufferOverride(ctypes.Structure):
@@ -44,7 +46,14 @@ def _load(path: bytes, params):
     return loader.load(params) if loader else _load_from_file(path, params)
 
 
+def _init(model, params):
+    """Stands in for llama_init_from_model in the same way: the announced model's first context is the one whose routers its tap hears."""
+    loader = getattr(_pending, "loader", None)
+    return _init_from_model(model, loader.listening(params) if loader else params)
+
+
 C.llama_model_load_from_file = _load
+C.llama_init_from_model = _init
 
 
 def _load_mapped(files: list[str], params, use_extra_bufts: bool):
@@ -66,6 +75,9 @@ class _Plain:
 
     def load(self, params):
         return _load_mapped(self.files, params, use_extra_bufts=False)
+
+    def listening(self, params):
+        return params
 
 
 def open_plain(files: list[str], **options) -> llama_cpp.Llama:
@@ -101,6 +113,8 @@ class _Experts:
     def __init__(self, path: str, use_extra_bufts: bool, isa: str | None):
         self.use_extra_bufts = use_extra_bufts
         self.all_on_device = False  # nothing is left for us to do: llama.cpp takes the experts too
+        self.tap: bool | None = None  # None: where we compute the experts
+        self.policy: Policy | None = None  # of the cache
         self.process = os.getpid()
         self._ffi, self._lib = _native.load()
         self.handle = _native.opened("edgemoe_model_open", path, isa.encode() if isa else self._ffi.NULL)
@@ -126,23 +140,53 @@ class _Experts:
             raise ModelError(_native.last_error())
         return model
 
+    def listening(self, params):
+        """A copy of the context's parameters, with our ear at the routers: llama_cpp uses its own for further contexts, which must stay deaf."""
+        if self.tap is None:
+            self.tap = self.source.kind != "dense" and not self.all_on_device
+        if not self.tap:
+            return params
+        ours = type(params).from_buffer_copy(params)
+        ours.cb_eval = type(params.cb_eval)(_native.address("edgemoe_model_eval"))
+        ours.cb_eval_user_data = _native.number(self.handle)
+        return ours
+
+    def open_recorder(self, n_used: int, n_expert: int, n_embd: int, n_ubatch: int):
+        handle = self._lib.edgemoe_recorder_open(self.handle, n_used, n_expert, n_embd, n_ubatch)
+        if not handle:
+            raise EdgemoeError(_native.last_error())
+        return handle
+
     def fault(self) -> str:
         if os.getpid() != self.process:
             return "this process was forked from the one that opened the model; open the model after the fork"
         if not self.handle:
             return "the model is closed"
+        if self.policy and self.policy.error:
+            return str(self.policy.failure())
         return _native.text(self._lib.edgemoe_model_fault(self.handle))
 
-    def open_cache(self, device: str, n_slots: int, policy: str, misses: str, further: dict) -> bool:
+    def open_cache(self, device: str, n_slots: int, policy: Policy, misses: str, further: dict) -> bool:
         """False when the device has no room for so many slots. Raises ModelError."""
-        options = self._ffi.new("struct edgemoe_cache_options *", {"seed": True} | further)
-        names = [self._ffi.new("char[]", name.encode()) for name in (device, policy, misses)]
-        options.device, options.policy, options.misses = names
-        options.n_slots = n_slots
+        device, misses = (self._ffi.new("char[]", name.encode()) for name in (device, misses))
+        fields = {"seed": True, "device": device, "misses": misses, "n_slots": n_slots} | policy.options() | further
+        self.policy = policy  # its score function is called from now on
+        options = self._ffi.new("struct edgemoe_cache_options *", fields)
         result = self._lib.edgemoe_model_open_cache(self.handle, options)
         if result < 0:
             raise ModelError(_native.last_error())
         return result == 0
+
+    def begin_sequence(self) -> None:
+        """A new text: policies forget what belongs to the last one."""
+        if self.policy and self.handle:
+            self._lib.edgemoe_model_begin_sequence(self.handle)
+
+    def announce(self, batch) -> None:
+        """What the policy may want to know of a llama_batch that is about to be computed."""
+        if self.policy and self.handle and self._lib.edgemoe_model_wants_tokens(self.handle):
+            n = batch.n_tokens if batch.token else 0
+            self._lib.edgemoe_model_announce(self.handle, self._ffi.new("int32_t[]", batch.token[:n]), n, -1)
 
     def _read(self, function, struct: str, *arguments) -> dict:
         """What a getter of the library fills in, by name."""
@@ -223,8 +267,11 @@ def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
 class _GuardedContext(internals.LlamaContext):
     """Everything that is computed, for text or for embeddings, goes through decode and encode: the place to refuse what would be worthless."""
 
+    listener = None  # with a method batch(llama_batch): a context manager around each batch
+
     def decode(self, batch) -> None:
-        with self._guarded():
+        self.experts.announce(batch.batch)
+        with self.listener.batch(batch.batch) if self.listener else nullcontext(), self._guarded():
             super().decode(batch)
 
     def encode(self, batch) -> None:
@@ -282,8 +329,9 @@ class Llama(llama_cpp.Llama):
     slots, vram, device: expert slots per layer on a device; or what may be used there for everything, in bytes; and which device ("Vulkan0"). By default, with
         n_gpu_layers and a real GPU, as many as fit beside the rest; otherwise none. cache_plan has what came of it.
     misses: what becomes of experts that are in no slot: "cpu" computes them in place, "load" loads them first, "auto" does what is faster in the steps that run.
-    policy: which experts stay ("placement:every=32", "lru"); by default placement, or lru with misses="load".
-    cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, most_block_bytes, most_bytes.
+    policy: which experts stay, as in edgemoe.policies ("placement:every=32", "lru"); by default placement, or lru with misses="load".
+    tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
+    cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, inline_loads, most_block_bytes, most_bytes.
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
     """
@@ -301,6 +349,7 @@ class Llama(llama_cpp.Llama):
         misses: str = "auto",
         policy: str | None = None,
         cache_options: dict | None = None,
+        tap: bool | None = None,
         **kwargs,
     ):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
@@ -313,21 +362,24 @@ class Llama(llama_cpp.Llama):
             self.source, slots, vram, device, kwargs.get("n_gpu_layers", 0), kwargs.get("n_ctx", 512), kwargs.get("n_ubatch", 512)
         )
         self._experts.all_on_device = self._fits_all_by_itself(slots)
+        self._experts.tap = tap
         with _announced(self._experts) as reasons, _explained(path, reasons):
             super().__init__(path, *args, **kwargs)
         if type(self.tokenizer_) is LlamaTokenizer:
             self.tokenizer_ = WholePieceTokenizer(self)
         self._guard_context()
         if self.cache_plan.n_slots and not self._experts.all_on_device:
-            further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging} | (cache_options or {})
-            self._open_cache(policy or ("lru" if misses == "load" else "placement"), misses, further, may_shrink=slots is None)
+            software = any(d.name == self.cache_plan.device and d.is_software for d in devices())
+            # A software device computes on the cores that load, so nothing would overlap; and Mesa's damages its heap when two threads use it (Debian 12).
+            further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging, "inline_loads": software} | (cache_options or {})
+            self._open_cache(read_policy(policy or ("lru" if misses == "load" else "placement")), misses, further, may_shrink=slots is None)
 
     def _fits_all_by_itself(self, slots: int | None) -> bool:
         """When every expert fits beside the dense weights, llama.cpp alone is fastest. A package's experts can only come through us."""
         plan = self.cache_plan
         return slots is None and plan.fits_all and plan.dense_bytes > 0 and self.source.kind == "stacked"
 
-    def _open_cache(self, policy: str, misses: str, further: dict, may_shrink: bool) -> None:
+    def _open_cache(self, policy: Policy, misses: str, further: dict, may_shrink: bool) -> None:
         """A driver may have less room than it says: then fewer slots, unless their number was asked for."""
         n_slots, device = self.cache_plan.n_slots, self.cache_plan.device
         if device is None:
@@ -341,6 +393,15 @@ class Llama(llama_cpp.Llama):
         self._has_cache = n_slots > 0
 
     _has_cache = False
+
+    def reset(self) -> None:
+        self._experts.begin_sequence()
+        super().reset()
+
+    def eval(self, tokens) -> None:
+        if self._ctx.listener:
+            self._ctx.listener.evaluates(len(tokens))
+        super().eval(tokens)
 
     @property
     def source(self) -> Source:

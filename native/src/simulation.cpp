@@ -91,8 +91,8 @@ struct sequence {
         return probs.data();
     }
 
-    recording known() const {
-        recording all;
+    future known() const {
+        future all;
         all.n_passes = steps.size();
         std::vector<size_t> first(t.n_layers() + 1, 0);
         for (size_t layer = 0; layer < t.n_layers(); layer++) {
@@ -119,7 +119,7 @@ struct sequence {
     }
 
     void run() {
-        recording all;
+        future all;
         if (t.needs_future()) {
             all = known();
         }

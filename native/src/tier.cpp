@@ -47,7 +47,7 @@ tier::tier(std::vector<tier_layer> infos, const tier_options & options, std::fun
         this->options.rule.by = by->admits();
     }
     for (const tier_layer & info : infos) {
-        layers.push_back({ info, {} });
+        layers.push_back({ info, {}, {}, {} });
     }
     if (upload && !options.inline_loads) {
         moving = std::make_unique<loader>([this](const transfer & t) { return timed_upload(t); }, [this](const transfer & t, bool loaded) { finished(t, loaded); });
@@ -118,7 +118,11 @@ void tier::request(size_t layer, const residency::insertion & i, phase when, boo
         moving->request(t, demand);
         return;
     }
+    const auto start = clock::now();
     const bool loaded = !upload || upload(t);
+    if (upload && loaded) {
+        choice.loaded(layers[layer].info.kind, (double) layers[layer].info.bytes_per_expert, seconds_since(start));
+    }
     c.n_failed += !loaded;
     if (staging) {
         stage[(size_t) (i.slot - in.n_slots(layer))].state = loaded ? staging::loaded : staging::failed;
@@ -238,10 +242,18 @@ void tier::stream(visit & v) {
 
 void tier::announce(const pass & s) {
     std::lock_guard<std::mutex> lock(mutex);
+    announced_tokens.assign(s.token_ids, s.token_ids + (s.token_ids ? s.n_tokens : 0));
     announced = s;
+    announced.token_ids = s.token_ids ? announced_tokens.data() : nullptr;
 }
 
-void tier::begin_sequence(const recording * known) {
+void tier::tell(size_t layer, std::vector<float> probs, std::vector<float> hidden) {
+    std::lock_guard<std::mutex> lock(mutex);
+    layers[layer].probs  = std::move(probs);
+    layers[layer].hidden = std::move(hidden);
+}
+
+void tier::begin_sequence(const future * known) {
     std::lock_guard<std::mutex> lock(mutex);
     by->begin_sequence(known);
     last_begun = SIZE_MAX;
@@ -257,19 +269,27 @@ tier::visit tier::begin(event e) {
         expert += space.first[v.layer];
     }
     if (last_begun == SIZE_MAX || v.layer <= last_begun) {
-        by->begin_pass({ announced.token_ids, v.e.n_tokens, announced.stage }, wishes);
+        const bool known = announced.n_tokens == v.e.n_tokens;   // else it was said of another batch
+        by->begin_pass({ known ? announced.token_ids : nullptr, v.e.n_tokens, announced.stage }, wishes);
         grant(v.when);
     }
     last_begun = v.layer;
     const size_t n = v.e.experts.size();
     if (by->needs_probs() && !v.e.probs) {
-        // Not known: what was chosen counts, by how many tokens chose it.
-        v.assumed.assign((size_t) space.n_expert(v.layer), 0.0f);
-        const float sum = (float) std::accumulate(v.e.n_tokens_of.begin(), v.e.n_tokens_of.end(), 0);
-        for (size_t i = 0; i < n; i++) {
-            v.assumed[(size_t) expert_of(v.layer, v.e.experts[i])] = (float) v.e.n_tokens_of[i] / sum;
+        v.probs  = std::move(layers[v.layer].probs);
+        v.hidden = std::move(layers[v.layer].hidden);
+        layers[v.layer].probs.clear();
+        layers[v.layer].hidden.clear();
+        if (v.probs.empty()) {
+            // Not known: what was chosen counts, by how many tokens chose it.
+            v.probs.assign((size_t) space.n_expert(v.layer), 0.0f);
+            const float sum = (float) std::accumulate(v.e.n_tokens_of.begin(), v.e.n_tokens_of.end(), 0);
+            for (size_t i = 0; i < n; i++) {
+                v.probs[(size_t) expert_of(v.layer, v.e.experts[i])] = (float) v.e.n_tokens_of[i] / sum;
+            }
         }
-        v.e.probs = v.assumed.data();
+        v.e.probs  = v.probs.data();
+        v.e.hidden = v.hidden.empty() ? nullptr : v.hidden.data();
     }
     v.slot.assign(n, -1);
     v.awaited.assign(n, arrival::none);
