@@ -355,6 +355,7 @@ class Llama(llama_cpp.Llama):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
         kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
         path = os.fspath(model_path)
+        chosen = read_policy(policy or ("lru" if misses == "load" else "placement"))
         if use_extra_bufts is None:
             use_extra_bufts = not exact and _native.best_isa() == "none"
         self._experts = _Experts(path, use_extra_bufts, "none" if exact else isa)
@@ -372,7 +373,7 @@ class Llama(llama_cpp.Llama):
             software = any(d.name == self.cache_plan.device and d.is_software for d in devices())
             # A software device computes on the cores that load, so nothing would overlap; and Mesa's damages its heap when two threads use it (Debian 12).
             further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging, "inline_loads": software} | (cache_options or {})
-            self._open_cache(read_policy(policy or ("lru" if misses == "load" else "placement")), misses, further, may_shrink=slots is None)
+            self._open_cache(chosen, misses, further, may_shrink=slots is None)
 
     def _fits_all_by_itself(self, slots: int | None) -> bool:
         """When every expert fits beside the dense weights, llama.cpp alone is fastest. A package's experts can only come through us."""

@@ -228,10 +228,15 @@ def _maps(data: _Rows, rng) -> dict:
     alike = flat @ flat.T
     np.fill_diagonal(alike, -1)
     kept = np.ones(len(drawn), bool)
+    nearest = alike.argmax(1)
+    likeness = alike[np.arange(len(drawn)), nearest]
     for _ in range(len(drawn) - N_MAPS):
-        i = int(np.argmax(alike.max(1)))
-        kept[i] = False
-        alike[i] = alike[:, i] = -2
+        gone = int(likeness.argmax())
+        kept[gone] = False
+        alike[:, gone] = likeness[gone] = -2
+        for i in np.flatnonzero(kept & (nearest == gone)):
+            nearest[i] = alike[i].argmax()
+            likeness[i] = alike[i, nearest[i]]
     return {"maps": maps[kept], "map_tokens": data.tokens()[drawn][kept].astype(np.float32)}
 
 

@@ -131,6 +131,10 @@ void tier::request(size_t layer, const residency::insertion & i, phase when, boo
     }
 }
 
+size_t tier::layer_of(int32_t expert) const {
+    return (size_t) (std::upper_bound(space.first.begin(), space.first.end(), expert) - space.first.begin()) - 1;
+}
+
 int32_t tier::staged_at(int32_t expert) const {
     for (size_t s = 0; s < stage.size(); s++) {
         if (stage[s].expert == expert) {
@@ -150,11 +154,22 @@ int32_t tier::free_stage(size_t from) const {
     return -1;
 }
 
+void tier::empty(staging_slot & s) {
+    if (s.state == staging::loading) {
+        return;
+    }
+    if (s.expert >= 0 && unused[(size_t) s.expert]) {
+        layers[layer_of(s.expert)].counts[(size_t) phase::decode].n_unused++;
+        unused[(size_t) s.expert] = 0;
+    }
+    s = {};
+}
+
 void tier::release_stage(visit & v) {
     if (v.uses_stage) {
         v.uses_stage = stage_taken = false;
         for (staging_slot & s : stage) {
-            s = s.state == staging::loading ? s : staging_slot {};
+            empty(s);
         }
     }
 }
@@ -356,6 +371,9 @@ void tier::grant(phase when) {
         } else if (w.kind == wish::how::bring) {
             in.bring(w.layer, w.experts, *w.by, changes);
         } else if (!stage_taken) {
+            for (staging_slot & s : stage) {
+                empty(s);
+            }
             size_t at = 0;
             for (int32_t s = free_stage(0); s >= 0 && at < w.experts.size(); s = free_stage((size_t) s + 1), at++) {
                 stage[(size_t) s] = { w.experts[at], staging::loading };
@@ -363,11 +381,7 @@ void tier::grant(phase when) {
             }
         }
         for (const residency::insertion & i : changes) {
-            size_t layer = w.layer;
-            if (space.shared) {   // a refine of all layers
-                layer = (size_t) (std::upper_bound(space.first.begin(), space.first.end(), i.expert) - space.first.begin()) - 1;
-            }
-            request(layer, i, when, false);
+            request(layer_of(i.expert), i, when, false);   // which need not be the wish's where all share their slots
         }
     }
     wishes.clear();

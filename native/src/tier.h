@@ -120,6 +120,8 @@ private:
     bool through_stage(visit & v, size_t i, size_t & at);
     int32_t free_stage(size_t from) const;
     void release_stage(visit & v);
+    void empty(staging_slot & s);
+    size_t layer_of(int32_t expert) const;
     int32_t staged_at(int32_t expert) const;
     void bring_in(visit & v);
     void grant(phase when);
