@@ -363,6 +363,11 @@ class Llama(llama_cpp.Llama):
             self.source, slots, vram, device, kwargs.get("n_gpu_layers", 0), kwargs.get("n_ctx", 512), kwargs.get("n_ubatch", 512)
         )
         self._experts.all_on_device = self._fits_all_by_itself(slots)
+        # A software device computes on the cores that would load meanwhile, and prompts gain nothing by a detour through it. Mesa's (Debian 12) also damages its heap
+        # when llama.cpp sends prompts through it while experts are loaded.
+        self._on_software = any(d.name == self.cache_plan.device and d.is_software for d in devices())
+        if self._on_software:
+            kwargs.setdefault("op_offload", False)
         self._experts.tap = tap
         with _announced(self._experts) as reasons, _explained(path, reasons):
             super().__init__(path, *args, **kwargs)
@@ -370,9 +375,7 @@ class Llama(llama_cpp.Llama):
             self.tokenizer_ = WholePieceTokenizer(self)
         self._guard_context()
         if self.cache_plan.n_slots and not self._experts.all_on_device:
-            software = any(d.name == self.cache_plan.device and d.is_software for d in devices())
-            # A software device computes on the cores that load, so nothing would overlap; and Mesa's damages its heap when two threads use it (Debian 12).
-            further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging, "inline_loads": software} | (cache_options or {})
+            further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging, "inline_loads": self._on_software} | (cache_options or {})
             self._open_cache(chosen, misses, further, may_shrink=slots is None)
 
     def _fits_all_by_itself(self, slots: int | None) -> bool:
