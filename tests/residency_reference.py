@@ -11,9 +11,9 @@ MOST_DECODED = 16   # tokens; an event with more is a prompt
 
 
 class Layer:
-    def __init__(self, n_expert, n_slots, policy="lru", every=32, decay=0.5, bonus=None, misses="cpu", strict=False, most_inserts=0, seed=True, n_staging=0):
+    def __init__(self, n_expert, n_slots, policy="lru", every=8, decay=0.9, bonus=1, early=2, misses="cpu", strict=False, most_inserts=0, seed=True, n_staging=0):
         self.n_expert, self.n_slots = n_expert, min(n_expert, n_slots)
-        self.policy, self.every, self.decay, self.bonus = policy, every, decay, every / 16 if bonus is None else bonus
+        self.policy, self.every, self.decay, self.bonus, self.next = policy, every, decay, bonus, min(early or every, every)
         self.misses, self.strict, self.most_inserts, self.seed, self.n_staging = misses, strict, most_inserts or inf, seed, n_staging
         self.stage_taken = False
         self.residents, self.pins, self.held, self.counts = set(), Counter(), [], {"decode": Counter(), "prompt": Counter()}
@@ -69,7 +69,7 @@ class Layer:
             return
         if self.policy == "lru" and phase == "decode":
             self.update(n_tokens_of, phase, staged)
-        if self.policy == "placement" and self.n_recent_tokens >= self.every:
+        if self.policy == "placement" and self.n_recent_tokens >= self.next:
             self.refresh(phase)
         for e in sorted(n_tokens_of, key=lambda e: (-n_tokens_of[e], e)):   # empty slots: the most used first
             if e not in self.residents and len(self.residents) < self.n_slots:
@@ -98,7 +98,7 @@ class Layer:
         for e in range(self.n_expert):
             self.popularity[e] = self.recent[e] + self.decay * self.popularity[e]
             self.score[e] = self.popularity[e] + self.bonus * (e in self.residents)
-        self.n_recent_tokens, self.recent = 0, Counter()
+        self.n_recent_tokens, self.recent, self.next = 0, Counter(), min(2 * self.next, self.every)
         for e in sorted(range(self.n_expert), key=self.worth, reverse=True)[:self.n_slots]:
             if e not in self.residents:
                 self.insert(e, "proactive", phase, worthwhile=lambda evicted: self.score[e] > self.score[evicted])

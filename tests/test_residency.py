@@ -30,8 +30,8 @@ def open_replay(n_expert, n_slots, policy, misses="cpu", strict=False, most_inse
 class Native:
     """The native cache, with the interface of the reference."""
 
-    def __init__(self, n_expert, n_slots, policy="lru", every=None, decay=None, bonus=None, **options):
-        values = [f"{key}={value}" for key, value in (("every", every), ("decay", decay), ("bonus", bonus)) if value is not None]
+    def __init__(self, n_expert, n_slots, policy="lru", every=None, decay=None, bonus=None, early=None, **options):
+        values = [f"{key}={value}" for key, value in (("every", every), ("decay", decay), ("bonus", bonus), ("early", early)) if value is not None]
         self.handle = FFI.gc(open_replay(n_expert, n_slots, ":".join([policy, ",".join(values)] if values else [policy]), **options), LIB.edgemoe_replay_close)
         self.ids = FFI.new("int32_t[]", max(n_expert, 1))
 
@@ -129,21 +129,29 @@ def test_the_cap_on_insertions_is_per_event(cache):
 
 def test_placement_moves_nothing_between_refreshes(cache):
     # Counts of the first four tokens: 1 and 3. Of the next four 3 and 1, with half the score so far 3.5 and 2.5.
-    layer = cache(4, 1, policy="placement", every=4, decay=0.5, bonus=0)
+    layer = cache(4, 1, policy="placement", every=4, decay=0.5, bonus=0, early=0)
     assert play(layer, [{0}, {1}, {1}, {1}]) == [{0}, {0}, {0}, {1}]
     assert play(layer, [{1}, {0}, {0}, {0}]) == [{1}, {1}, {1}, {0}]
     assert counted(layer, "hits", "computed", "proactive", "evicted", "demand") == [1, 7, 3, 2, 0]
 
 
+def test_the_first_choices_of_placement_come_early(cache):
+    # After 1 token, 2 and then 4 more, and from then on every 4: at 1, 3, 7, 11. Expert 1 is the best from the fourth token on.
+    layer = cache(4, 1, policy="placement", every=4, decay=1, bonus=0, early=1)
+    assert play(layer, [{0}, {0}, {0}, {1}, {1}, {1}, {1}, {2}, {2}, {2}, {2}]) == [{0}] * 6 + [{1}] * 5
+    layer = cache(4, 1, policy="placement", every=4, decay=1, bonus=0, early=1)
+    assert play(layer, [{0}, {1}, {1}, {2}, {2}, {2}, {2}]) == [{0}, {0}, {1}, {1}, {1}, {1}, {2}]
+
+
 def test_placement_takes_the_most_used(cache):
     # 3 and 5 three times, 4 twice, the rest once.
     trace = [{0, 1, 2}, {3, 4}, {3, 5}, {3, 5}, {4, 5}]
-    assert play(cache(8, 3, policy="placement", every=5, bonus=0), trace)[-2:] == [{0, 1, 2}, {3, 4, 5}]
+    assert play(cache(8, 3, policy="placement", every=5, bonus=0, early=0), trace)[-2:] == [{0, 1, 2}, {3, 4, 5}]
 
 
 @pytest.mark.parametrize("bonus, after", [(0, {1}), (2, {0})])
 def test_only_a_higher_score_replaces(bonus, after, cache):
-    layer = cache(4, 1, policy="placement", every=2, decay=0, bonus=bonus)
+    layer = cache(4, 1, policy="placement", every=2, decay=0, bonus=bonus, early=0)
     assert play(layer, [{0}, {1}]) == [{0}, {0}]       # 1 and 1
     assert play(layer, [{1}, {1}]) == [{0}, after]     # 0 + bonus and 2
 
@@ -298,7 +306,7 @@ def test_bad_events(function, experts, place):
 
 # Scores are sums of these times small numbers: exact, so that no rounding decides between equal ones.
 PLACEMENTS = st.fixed_dictionaries({"policy": st.just("placement"), "every": st.sampled_from([1, 2, 3, 4, 8, 32]), "decay": st.sampled_from([0, 0.25, 0.5])},
-                                   optional={"bonus": st.sampled_from([0, 0.5, 1, 3])})
+                                   optional={"bonus": st.sampled_from([0, 0.5, 1, 3]), "early": st.sampled_from([0, 1, 3, 100])})
 LRUS = st.fixed_dictionaries({"policy": st.just("lru"), "strict": st.booleans(), "most_inserts": st.sampled_from([0, 0, 1, 2])})
 
 

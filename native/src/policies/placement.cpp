@@ -54,10 +54,11 @@ struct chosen_set : policy {
 };
 
 // Chosen anew every so many tokens: counts since the last choice, plus decay times the score so far, plus a bonus for residents. A new sequence starts with few counts,
-// so the first choices can come early: after `early` tokens, twice as many, and so on up to `every`.
+// so the first choices can come early: after `early` tokens, twice as many, and so on up to `every`. The defaults were chosen on traces of gpt-oss and DeepSeek-V2-Lite
+// (docs/results/policies.md).
 struct placement : chosen_set {
     placement(const expert_space & space, const residency & in, int64_t every, double decay, double bonus, int64_t early)
-        : chosen_set(space, in, decay, bonus), every(every), early(early), n_tokens(space.n_layers(), 0), next(space.n_layers(), early ? early : every) {}
+        : chosen_set(space, in, decay, bonus), every(every), early(early), n_tokens(space.n_layers(), 0), next(space.n_layers(), early) {}
 
     void observe(const event & e) override {
         chosen_set::observe(e);
@@ -81,13 +82,13 @@ struct placement : chosen_set {
 
     void begin_sequence(const future * known) override {
         chosen_set::begin_sequence(known);
-        std::fill(next.begin(), next.end(), early ? early : every);
+        std::fill(next.begin(), next.end(), early);
     }
 
     void reset() override {
         chosen_set::reset();
         std::fill(n_tokens.begin(), n_tokens.end(), 0);
-        std::fill(next.begin(), next.end(), early ? early : every);
+        std::fill(next.begin(), next.end(), early);
     }
 
     int64_t every, early;
@@ -187,10 +188,10 @@ struct static_set : policy {
 std::vector<policy_kind> placement_policies() {
     using P = std::unique_ptr<policy>;
     return {
-        { "placement", { { "every", { 32, 1, 1e9 } }, { "decay", { 0.5, 0, 1 } }, { "bonus", { -1, -1, 1e9 } }, { "early", { 0, 0, 1e9 } } },
+        { "placement", { { "every", { 8, 1, 1e9 } }, { "decay", { 0.9, 0, 1 } }, { "bonus", { 1, 0, 1e9 } }, { "early", { 2, 0, 1e9 } } },
           [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
-              const double every = p.at("every").value, bonus = p.at("bonus").value;
-              return std::make_unique<placement>(s, in, (int64_t) every, p.at("decay").value, bonus < 0 ? every / 16 : bonus, (int64_t) p.at("early").value);
+              const int64_t every = (int64_t) p.at("every").value, early = (int64_t) p.at("early").value;
+              return std::make_unique<placement>(s, in, every, p.at("decay").value, p.at("bonus").value, early ? std::min(early, every) : every);
           } },
         { "stage", { { "decay", { 0, 0, 1 } }, { "bonus", { 0, 0, 1e9 } } },
           [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
