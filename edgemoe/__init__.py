@@ -8,7 +8,7 @@
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 
 __version__ = "0.1.0"
-__all__ = ["EdgemoeError", "Llama", "ModelError", "ModelFault", "Source"]
+__all__ = ["EdgemoeError", "Llama", "ModelError", "ModelFault", "Recorder", "Source", "Trace"]
 
 
 def __getattr__(name: str):
@@ -21,4 +21,12 @@ def __getattr__(name: str):
         from edgemoe.package import Source
 
         return Source
+    if name == "Recorder":
+        from edgemoe.record import Recorder
+
+        return Recorder
+    if name == "Trace":
+        from edgemoe.trace import Trace
+
+        return Trace
     raise AttributeError(f"module 'edgemoe' has no attribute '{name}'")

@@ -31,8 +31,8 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def open_session(options) -> Session:
-    """Loads the model as the command line asks and says where it went."""
+def open_model(options, **further) -> Llama:
+    """Loads the model as the command line asks and says where it went. `further`: of Llama's arguments."""
     start = time.perf_counter()
     named_gpu = any(d.name == options.device and d.type in ("gpu", "igpu") for d in devices.devices())
     gpu_layers = options.gpu_layers if options.gpu_layers is not None else (-1 if devices.has_gpu() or named_gpu else 0)
@@ -54,12 +54,18 @@ def open_session(options) -> Session:
         chat_format=options.chat_format,
         verbose=options.verbose,
         **({"seed": options.seed} if options.seed is not None else {}),
+        **further,
     )
     note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0))
     if llm.cache_plan != planned:
         note(llm.cache_plan.line())
     if llm.cache_plan.device != "CPU" and llm.cache_info() and not llm.cache_info()["pinned"]:
         note(f"{llm.cache_plan.device} offers no pinned memory (ulimit -l?): uploads take one copy more")
+    return llm
+
+
+def open_session(options, llm: Llama | None = None) -> Session:
+    llm = llm or open_model(options)
     return Session(llm, system=options.system, temperature=options.temp, top_p=options.top_p, max_tokens=options.max_tokens, seed=options.seed)
 
 

@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   edgemoe inspect model.gguf                     what it is and where its bytes will go
   edgemoe plan model.gguf --vram 6G              how many experts would go onto the GPU
   edgemoe verify model.gguf                      prove that the output is llama.cpp's
+  edgemoe trace model.gguf --prompts questions.txt --out t.npz   record which experts are used
   edgemoe doctor                                 is this machine set up well?
   edgemoe-convert model.gguf                     pack it: one file per expert
 """
@@ -29,8 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"edgemoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def command(name: str, run, help: str, example: str, path: bool = True) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help, epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    def command(name: str, run, help: str, example: str, path: bool = True, of=commands) -> argparse.ArgumentParser:
+        sub = of.add_parser(name, help=help, description=help, epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter)
         if path:
             sub.add_argument("path", metavar="PATH", help="a GGUF, any shard of one, or a package directory")
         sub.add_argument("--json", action="store_true", help="print one JSON object for machines" if name != "chat" else "print one JSON object per reply")
@@ -62,6 +63,22 @@ def build_parser() -> argparse.ArgumentParser:
         help="for edgemoe's kernels: largest rms difference that passes, in standard deviations of llama.cpp's logits (default %(default)s; they add up in another order, which "
         "with quantised weights makes 0.01 to 0.05, as llama.cpp's repacked kernels do)",
     )
+    help = "record which experts a model uses; read such recordings of others; show them"
+    examples = "edgemoe trace model.gguf --prompts questions.txt --out t.npz\n  edgemoe trace show t.npz"
+    trace = commands.add_parser("trace", help=help, description=help, epilog=f"examples:\n  {examples}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    actions = trace.add_subparsers(metavar="ACTION", required=True)
+    record = command(
+        "record", _trace_record, "answer prompts and record the routing of every token (`edgemoe trace PATH` is the same)",
+        "edgemoe trace model.gguf --prompts questions.jsonl --limit 20 -n 200 --out t.npz", of=actions,
+    )
+    _add_record_options(record)
+    imported = command(
+        "import", _trace_import, "make a trace of somebody else's recording: .npz with ids, or CSV with token, layer, expert", "edgemoe trace import routing.csv --out t.npz --experts 128",
+        path=False, of=actions,
+    )
+    _add_import_options(imported)
+    show = command("show", _trace_show, "check a trace and say what is in it", "edgemoe trace show t.npz", path=False, of=actions)
+    show.add_argument("trace", metavar="TRACE", help="a trace (.npz)")
     command("doctor", _doctor, "check this machine and its llama-cpp-python; each problem comes with its fix", "edgemoe doctor", path=False)
     return parser
 
@@ -114,6 +131,44 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     cache.add_argument("--policy", metavar="NAME[:key=value,...]", help="which experts keep their slots (default: placement, or lru with --misses load)")
 
 
+def _add_record_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--prompts", required=True, metavar="FILE", help="a prompt per line of text, or JSON lines with a field prompt, question or problem; - reads standard input")
+    sub.add_argument("--out", required=True, metavar="TRACE", help="the trace to write (.npz)")
+    sub.add_argument("--limit", type=_positive, metavar="N", help="only the first N prompts")
+    sub.add_argument("--full-probs", action="store_true", help="the router's probabilities of all experts, not only of those chosen")
+    sub.add_argument("--hidden", action="store_true", help="also what the routers see: 2 bytes per token, layer and value of the model's width")
+    sub.add_argument("--raw", action="store_true", help="continue the prompts as they stand, without the model's chat template")
+    _add_model_options(sub)
+    sub.set_defaults(temp=0.0)
+
+
+def _add_import_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("recording", metavar="SRC", help="the recording (.npz or CSV)")
+    sub.add_argument("--out", required=True, metavar="TRACE", help="the trace to write (.npz)")
+    sub.add_argument("--experts", type=_positive, metavar="N", help="routed experts per layer (default: the highest number in SRC, and one)")
+    sub.add_argument("--expert-bytes", type=_size, default=0, metavar="SIZE", help="bytes of one expert, for simulations that count bytes")
+    sub.add_argument("--model-name", default="", metavar="NAME", help="name of the model (default: that of SRC)")
+    sub.add_argument("--architecture", default="", metavar="NAME", help="its architecture as GGUF names it, such as qwen3moe")
+
+
+def _trace_record(options) -> int:
+    from edgemoe import trace_commands
+
+    return trace_commands.record(options)
+
+
+def _trace_import(options) -> int:
+    from edgemoe import trace_commands
+
+    return trace_commands.import_(options)
+
+
+def _trace_show(options) -> int:
+    from edgemoe import trace_commands
+
+    return trace_commands.show(options)
+
+
 def _chat(options) -> int:
     from edgemoe import chat
 
@@ -163,8 +218,18 @@ def _doctor(options) -> int:
     return doctor.doctor(json=options.json)
 
 
+TRACE_ACTIONS = ("record", "import", "show", "-h", "--help")
+
+
+def _with_action(argv: list[str]) -> list[str]:
+    """`edgemoe trace PATH` means `edgemoe trace record PATH`."""
+    if argv[:1] == ["trace"] and len(argv) > 1 and argv[1] not in TRACE_ACTIONS:
+        return ["trace", "record", *argv[1:]]
+    return argv
+
+
 def main(argv: list[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+    options = build_parser().parse_args(_with_action(sys.argv[1:] if argv is None else argv))
     try:
         return options.run(options)
     except KeyboardInterrupt:

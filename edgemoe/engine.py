@@ -1,7 +1,7 @@
 """`Llama`: llama_cpp.Llama whose routed experts belong to edgemoe's ggml device.
 
-Everything but loading and the guard around decoding is llama-cpp-python's. Loading steps in at one place: the function with which its LlamaModel
-asks libllama for a model.
+Everything but loading and the guard around decoding is llama-cpp-python's. Loading steps in at two places: the functions with which its LlamaModel and its
+LlamaContext ask libllama for a model and for a context.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import jinja2
 import llama_cpp
@@ -21,7 +21,7 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 from edgemoe import _native, machine
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
-from edgemoe.errors import ModelError, ModelFault
+from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
 from edgemoe.tokenizer import WholePieceTokenizer
 
@@ -32,6 +32,7 @@ _native.load()  # here, not at the first load: like llama_cpp, whose import load
 
 _pending = threading.local()
 _load_from_file = C.llama_model_load_from_file
+_init_from_model = C.llama_init_from_model
 
 
 class _BufferOverride(ctypes.Structure):
@@ -44,7 +45,14 @@ def _load(path: bytes, params):
     return loader.load(params) if loader else _load_from_file(path, params)
 
 
+def _init(model, params):
+    """Stands in for llama_init_from_model in the same way: the announced model's first context is the one whose routers its tap hears."""
+    loader = getattr(_pending, "loader", None)
+    return _init_from_model(model, loader.listening(params) if loader else params)
+
+
 C.llama_model_load_from_file = _load
+C.llama_init_from_model = _init
 
 
 def _load_mapped(files: list[str], params, use_extra_bufts: bool):
@@ -66,6 +74,9 @@ class _Plain:
 
     def load(self, params):
         return _load_mapped(self.files, params, use_extra_bufts=False)
+
+    def listening(self, params):
+        return params
 
 
 def open_plain(files: list[str], **options) -> llama_cpp.Llama:
@@ -101,6 +112,7 @@ class _Experts:
     def __init__(self, path: str, use_extra_bufts: bool, isa: str | None):
         self.use_extra_bufts = use_extra_bufts
         self.all_on_device = False  # nothing is left for us to do: llama.cpp takes the experts too
+        self.tap: bool | None = None  # None: where we compute the experts
         self.process = os.getpid()
         self._ffi, self._lib = _native.load()
         self.handle = _native.opened("edgemoe_model_open", path, isa.encode() if isa else self._ffi.NULL)
@@ -125,6 +137,23 @@ class _Experts:
             C.llama_model_free(model)
             raise ModelError(_native.last_error())
         return model
+
+    def listening(self, params):
+        """A copy of the context's parameters, with our ear at the routers: llama_cpp uses its own for further contexts, which must stay deaf."""
+        if self.tap is None:
+            self.tap = self.source.kind != "dense" and not self.all_on_device
+        if not self.tap:
+            return params
+        ours = type(params).from_buffer_copy(params)
+        ours.cb_eval = type(params.cb_eval)(_native.address("edgemoe_model_eval"))
+        ours.cb_eval_user_data = _native.number(self.handle)
+        return ours
+
+    def open_recorder(self, n_used: int, n_expert: int, n_embd: int, n_ubatch: int):
+        handle = self._lib.edgemoe_recorder_open(self.handle, n_used, n_expert, n_embd, n_ubatch)
+        if not handle:
+            raise EdgemoeError(_native.last_error())
+        return handle
 
     def fault(self) -> str:
         if os.getpid() != self.process:
@@ -223,8 +252,10 @@ def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
 class _GuardedContext(internals.LlamaContext):
     """Everything that is computed, for text or for embeddings, goes through decode and encode: the place to refuse what would be worthless."""
 
+    listener = None  # with a method batch(llama_batch): a context manager around each batch
+
     def decode(self, batch) -> None:
-        with self._guarded():
+        with self.listener.batch(batch.batch) if self.listener else nullcontext(), self._guarded():
             super().decode(batch)
 
     def encode(self, batch) -> None:
@@ -283,6 +314,7 @@ class Llama(llama_cpp.Llama):
         n_gpu_layers and a real GPU, as many as fit beside the rest; otherwise none. cache_plan has what came of it.
     misses: what becomes of experts that are in no slot: "cpu" computes them in place, "load" loads them first, "auto" does what is faster in the steps that run.
     policy: which experts stay ("placement:every=32", "lru"); by default placement, or lru with misses="load".
+    tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
     cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, most_block_bytes, most_bytes.
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
@@ -301,6 +333,7 @@ class Llama(llama_cpp.Llama):
         misses: str = "auto",
         policy: str | None = None,
         cache_options: dict | None = None,
+        tap: bool | None = None,
         **kwargs,
     ):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
@@ -313,6 +346,7 @@ class Llama(llama_cpp.Llama):
             self.source, slots, vram, device, kwargs.get("n_gpu_layers", 0), kwargs.get("n_ctx", 512), kwargs.get("n_ubatch", 512)
         )
         self._experts.all_on_device = self._fits_all_by_itself(slots)
+        self._experts.tap = tap
         with _announced(self._experts) as reasons, _explained(path, reasons):
             super().__init__(path, *args, **kwargs)
         if type(self.tokenizer_) is LlamaTokenizer:
@@ -341,6 +375,11 @@ class Llama(llama_cpp.Llama):
         self._has_cache = n_slots > 0
 
     _has_cache = False
+
+    def eval(self, tokens) -> None:
+        if self._ctx.listener:
+            self._ctx.listener.evaluates(len(tokens))
+        super().eval(tokens)
 
     @property
     def source(self) -> Source:

@@ -10,12 +10,13 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native"},
-    {"package", "devices", "tokenizer", "probe"},
+    {"_native", "trace"},
+    {"trace_import", "package", "devices", "tokenizer", "probe"},
     {"cache_plan"},
     {"plan", "engine"},
-    {"session", "verify", "doctor"},
+    {"session", "verify", "doctor", "record"},
     {"chat"},
+    {"trace_commands"},
     {"cli"},
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
@@ -23,7 +24,7 @@ KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x8
 TIER = ["residency", "policy", "loader", "miss_choice", "tier"]
 NATIVE = [
     "file", "gguf_file", "source", "store", *TIER, "device_slots", "device_cache", *KERNELS, "weights", "elementwise", "expert_block", "device_runner", "products", "graph_plan",
-    "executor", "backend", "api",
+    "executor", "backend", "router_tap", "recorder", "api",
 ]
 
 

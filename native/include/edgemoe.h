@@ -150,6 +150,19 @@ struct edgemoe_rows {
 // What to do with misses, from measurements alone: for tests and simulation.
 typedef struct edgemoe_choice edgemoe_choice;
 
+// Writes what the routers of a model's own context choose into arrays of the caller. Must be closed before the model.
+typedef struct edgemoe_recorder edgemoe_recorder;
+
+// One batch: L layers with experts, K used and E in all, D the width of the router's input. A row that llama.cpp does not compute is left as it is.
+struct edgemoe_recording {
+    int64_t        n_tokens;
+    const int8_t * outputs;       // [n_tokens]: whose logits are wanted
+    uint16_t *     ids;           // [n_tokens][L][K], by falling probability
+    uint16_t *     chosen;        // [n_tokens][L][K]: their probabilities as half floats, before llama.cpp normalises or scales them; NULL: not wanted
+    uint16_t *     probs;         // [n_tokens][L][E]: of all experts; NULL: not wanted
+    uint16_t *     hidden;        // [n_tokens][L][D]: the router's input; NULL: not wanted
+};
+
 const char * edgemoe_last_error(void);
 
 // One line that says why this ggml cannot be used, or NULL.
@@ -211,6 +224,17 @@ int                    edgemoe_model_get_residents(const edgemoe_model * model, 
 void                   edgemoe_model_wait_cache(edgemoe_model * model);    // until nothing is on its way
 void                   edgemoe_model_stop_cache(edgemoe_model * model);    // for good: before contexts are freed
 void                   edgemoe_model_clear_cache(edgemoe_model * model);   // between computations
+
+// A ggml_backend_sched_eval_callback with its user data for llama_context_params: listens to the routers of one context while a recorder is open.
+bool                   edgemoe_model_eval(void * node, bool ask, void * model);
+// n_ubatch: of the context. NULL on failure.
+edgemoe_recorder *     edgemoe_recorder_open(edgemoe_model * model, int32_t n_used, int32_t n_expert, int32_t n_embd, int64_t n_ubatch);
+void                   edgemoe_recorder_close(edgemoe_recorder * recorder);
+// All that llama_decode computes between the two is one batch of one sequence. end returns how many micro-batches it was computed in; -1.
+void                   edgemoe_recorder_begin(edgemoe_recorder * recorder, const struct edgemoe_recording * to);
+int64_t                edgemoe_recorder_end(edgemoe_recorder * recorder);
+// How the probabilities of the last batch were made of the router's logits.
+const char *           edgemoe_recorder_gating(const edgemoe_recorder * recorder);
 
 // Names of the policies with their parameters and defaults, one per line.
 const char *           edgemoe_policies(void);

@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "kernels/kernels.h"
+#include "recorder.h"
 #include "simulation.h"
 
 #include <algorithm>
@@ -24,6 +25,11 @@ struct edgemoe_model {
     edgemoe_source         view;    // of the model's own source
     std::string            dense;   // pattern
     std::string            fault;
+    router_tap             tap;     // of the context that was made with it
+};
+
+struct edgemoe_recorder {
+    recorder r;
 };
 
 struct edgemoe_replay {
@@ -358,6 +364,30 @@ void edgemoe_model_wait_cache(edgemoe_model * model) { model->m->cache->experts.
 void edgemoe_model_stop_cache(edgemoe_model * model) { model->m->cache->experts.stop(); }
 
 void edgemoe_model_clear_cache(edgemoe_model * model) { model->m->cache->experts.clear(); }
+
+bool edgemoe_model_eval(void * node, bool ask, void * model) { return ((edgemoe_model *) model)->tap.eval((ggml_tensor *) node, ask); }
+
+edgemoe_recorder * edgemoe_recorder_open(edgemoe_model * model, int32_t n_used, int32_t n_expert, int32_t n_embd, int64_t n_ubatch) {
+    return guarded([&] {
+        std::vector<int> layers;
+        for (const expert_layer & layer : model->m->src->layers) {
+            layers.push_back((int) layer.index);
+        }
+        return new edgemoe_recorder { { model->tap, layers, n_used, n_expert, n_embd, n_ubatch } };
+    }, nullptr);
+}
+
+void edgemoe_recorder_close(edgemoe_recorder * recorder) { delete recorder; }
+
+void edgemoe_recorder_begin(edgemoe_recorder * recorder, const edgemoe_recording * to) {
+    recorder->r.begin({ to->n_tokens, to->outputs, to->ids, to->chosen, to->probs, to->hidden });
+}
+
+int64_t edgemoe_recorder_end(edgemoe_recorder * recorder) {
+    return guarded([&] { return recorder->r.end(); }, (int64_t) -1);
+}
+
+const char * edgemoe_recorder_gating(const edgemoe_recorder * recorder) { return gating_name(recorder->r.how); }
 
 const char * edgemoe_policies(void) {
     static const std::string all = describe_policies();
