@@ -155,7 +155,7 @@ def read_capacities(text: str, n_expert: int) -> list[int]:
             raise SimulationError(f"capacity {part}: wanted slots per layer such as 8, or a share of the experts such as 12.5%")
         number = float(match[1])
         n = max(1, int(number * n_expert / 100)) if match[2] and number else int(number)
-        if not 0 < n <= n_expert:
+        if not 0 < n <= n_expert or number > 100 and match[2]:
             raise SimulationError(f"capacity {part}: wanted 1 to {n_expert} slots, a layer has {n_expert} experts")
         found.add(n)
     return sorted(found)

@@ -10,13 +10,17 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native", "trace"},
-    {"trace_import", "package", "devices", "tokenizer", "probe"},
-    {"cache_plan"},
+    {"_native", "trace", "arguments"},
+    {"trace_import", "package", "devices", "tokenizer", "probe", "policies"},
+    {"cache_plan", "replay", "lossy"},
+    {"simulate", "policy_list"},
+    {"simulate_report", "simulate_plots"},
+    {"simulate_commands"},
     {"plan", "engine"},
     {"session", "verify", "doctor", "record"},
     {"chat"},
     {"trace_commands"},
+    {"simulate_options"},
     {"cli"},
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
