@@ -76,7 +76,11 @@ class Recorder:
         }
         self._ffi, self._lib = _native.load()
         self.writer = TraceWriter(path, self.meta, probs=self.n_expert if full_probs else self.n_used, hidden=self.n_embd if hidden else 0)
-        self._handle = llm._experts.open_recorder(self.n_used, self.n_expert, self.n_embd, C.llama_n_ubatch(llm.ctx))
+        try:
+            self._handle = llm._experts.open_recorder(self.n_used, self.n_expert, self.n_embd, C.llama_n_ubatch(llm.ctx))
+        except EdgemoeError:
+            self.writer.close()
+            raise
         self._open = False  # within a sequence
         self._phase = None  # of the batches that come; None: the sequence has just begun
         llm._ctx.listener = self

@@ -14,6 +14,7 @@ import struct
 import tempfile
 import zipfile
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -380,7 +381,7 @@ class TraceWriter:
         shape = (len(meta["layers"]),)
         self.rows = {"ids": (ids_dtype(meta["n_expert"]), (*shape, meta["n_used"]))}
         self.rows |= {name: (np.dtype(np.float16), (*shape, n)) for name, n in (("probs", probs), ("hidden", hidden)) if n}
-        self.small: dict[str, list[np.ndarray]] = {"token_ids": [], "phase": [], "step": []}
+        self.small = {"token_ids": array("i"), "phase": array("B"), "step": array("i")}
         self.offsets = [0]
         self.n_open = 0  # tokens of the sequence that has not ended
         self.next_step = 0
@@ -410,9 +411,8 @@ class TraceWriter:
                     self.files[name].write(np.ascontiguousarray(rows))
         except OSError as e:
             raise TraceError(f"{self.path}: {e.strerror}") from None
-        self.small["token_ids"].append(np.asarray(token_ids, np.int32))
-        self.small["phase"].append(np.full(n, phase, np.uint8))
-        self.small["step"].append(np.asarray(step, np.int32) + np.int32(self.next_step))
+        for name, values in (("token_ids", token_ids), ("phase", np.full(n, phase)), ("step", np.asarray(step) + self.next_step)):
+            self.small[name].frombytes(np.asarray(values, ARRAYS[name][0]).tobytes())
         self.n_open += n
         self.next_step += int(step[-1]) + 1 if n else 0
 
@@ -423,7 +423,8 @@ class TraceWriter:
     def drop_sequence(self) -> None:
         """Forgets the tokens of the sequence that has not ended."""
         n = self.offsets[-1]
-        self.small = {name: [np.concatenate(parts)[:n]] if parts else [] for name, parts in self.small.items()}
+        for values in self.small.values():
+            del values[n:]
         for name, file in self.files.items():
             dtype, shape = self.rows[name]
             try:
@@ -441,7 +442,7 @@ class TraceWriter:
         for name, (dtype, shape) in self.rows.items():
             self.files[name].seek(0)
             arrays[name] = (dtype, (n, *shape), iter(lambda f=self.files[name]: f.read(1 << 22), b""))
-        small = {name: np.concatenate([np.empty(0, ARRAYS[name][0]), *parts]).astype(ARRAYS[name][0]) for name, parts in self.small.items()}
+        small = {name: np.array(values, ARRAYS[name][0]) for name, values in self.small.items()}
         small["offsets"] = np.array(self.offsets, np.int64)
         for name, a in small.items():
             arrays[name] = (a.dtype, a.shape, [a.tobytes()])

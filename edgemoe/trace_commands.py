@@ -58,7 +58,7 @@ def record(options) -> int:
     session = open_session(options, llm)
     if not options.raw:
         session.require_template()
-    kept = {name: getattr(options, name) for name in KEPT if getattr(options, name) not in (None, "", False)}
+    kept = {name: value for name in KEPT if (value := getattr(options, name)) not in (None, "") and value is not False}
     start, too_long = time.perf_counter(), []
     stopped = False
     with Recorder(llm, options.out, full_probs=options.full_probs, hidden=options.hidden, source=os.path.basename(options.prompts), options=kept) as recorder:
@@ -74,9 +74,9 @@ def record(options) -> int:
                     bar.update()
         except KeyboardInterrupt:
             stopped = True
-        if not recorder.n_sequences:
-            note("stopped by Ctrl-C" if stopped else "no prompt fits the context")
-            raise TraceError(f"{options.out}: not written: no prompt was completed")
+        if stopped and not recorder.n_sequences:
+            note(f"stopped by Ctrl-C before a prompt was complete: {options.out} is not written")
+            raise KeyboardInterrupt
         recorder.finish()
         report = {
             "trace": options.out,

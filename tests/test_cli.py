@@ -26,7 +26,7 @@ def talker(models):
 
 
 def test_help_has_examples(edgemoe):
-    for command in ([], ["run"], ["chat"], ["inspect"], ["verify"], ["doctor"]):
+    for command in ([], ["run"], ["chat"], ["inspect"], ["verify"], ["doctor"], ["trace"], ["trace", "record"], ["trace", "import"], ["trace", "show"]):
         result = edgemoe(*command, "--help")
         assert result.returncode == 0 and "example" in result.stdout
 

@@ -73,7 +73,7 @@ void recorder::routed(const routing_view & view) noexcept {
     if (index == layers.size()) {
         return;   // experts that are not ours
     }
-    if (!place(view, index)) {
+    if (!place(view, index) || rows.empty()) {
         return;
     }
     if (view.n_used != n_used || view.n_expert > n_expert || (to.hidden && (!view.hidden || view.n_embd != n_embd)) || (to.probs && !view.probs)) {
