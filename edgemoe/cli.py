@@ -110,7 +110,7 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
         "--misses", choices=("cpu", "load", "auto"), default="auto",
         help="experts that are in no slot: compute them on the CPU, load them, or what is faster (default %(default)s)",
     )
-    cache.add_argument("--policy", metavar="NAME[:key=value,...]", help="which experts keep their slots (default: placement, or lru with --misses load)")
+    cache.add_argument("--policy", metavar="NAME[:key=value,...]", help="which experts keep their slots (`edgemoe policies` lists them; default: what edgemoe tune found, or else placement, or lru with --misses load; default: not what it found)")
 
 
 def _add_record_options(sub: argparse.ArgumentParser) -> None:

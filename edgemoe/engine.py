@@ -18,7 +18,7 @@ import llama_cpp
 from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from edgemoe import _native, machine
+from edgemoe import _native, machine, policies
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
@@ -164,9 +164,10 @@ class _Experts:
 
     def open_cache(self, device: str, n_slots: int, policy: str, misses: str, further: dict) -> bool:
         """False when the device has no room for so many slots. Raises ModelError."""
-        options = self._ffi.new("struct edgemoe_cache_options *", {"seed": True} | further)
-        names = [self._ffi.new("char[]", name.encode()) for name in (device, policy, misses)]
-        options.device, options.policy, options.misses = names
+        self.policy = policies.policy(policy)  # kept: the cache uses its tables and its score function
+        options = self._ffi.new("struct edgemoe_cache_options *", {"seed": True} | further | self.policy.options())
+        names = [self._ffi.new("char[]", name.encode()) for name in (device, misses)]
+        options.device, options.misses = names
         options.n_slots = n_slots
         result = self._lib.edgemoe_model_open_cache(self.handle, options)
         if result < 0:
@@ -313,7 +314,7 @@ class Llama(llama_cpp.Llama):
     slots, vram, device: expert slots per layer on a device; or what may be used there for everything, in bytes; and which device ("Vulkan0"). By default, with
         n_gpu_layers and a real GPU, as many as fit beside the rest; otherwise none. cache_plan has what came of it.
     misses: what becomes of experts that are in no slot: "cpu" computes them in place, "load" loads them first, "auto" does what is faster in the steps that run.
-    policy: which experts stay ("placement:every=32", "lru"); by default placement, or lru with misses="load".
+    policy: which experts stay ("placement:every=32", "lru", "promoe:fit=FILE.npz", see edgemoe.policies); by default placement, or lru with misses="load".
     tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
     cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, most_block_bytes, most_bytes.
 

@@ -413,5 +413,5 @@ def learn(train: list[Trace], wanted: Iterable[str], progress=None) -> dict[str,
     try:
         from edgemoe import fit
     except ImportError:
-        raise SimulationError("this edgemoe cannot fit policies yet: leave --train out") from None
+        return None
     return fit.fit(joined(train), tables, progress)
