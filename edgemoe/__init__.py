@@ -5,10 +5,10 @@
 >>> llm.create_chat_completion([{"role": "user", "content": "Hello"}])
 """
 
-from edgemoe.errors import EdgemoeError, ModelError, ModelFault
+from edgemoe.errors import EdgemoeError, ModelError, ModelFault, TraceError
 
 __version__ = "0.1.0"
-__all__ = ["EdgemoeError", "Llama", "ModelError", "ModelFault", "Recorder", "Source", "Trace"]
+__all__ = ["EdgemoeError", "Llama", "ModelError", "ModelFault", "Recorder", "Source", "Trace", "TraceError"]
 
 
 def __getattr__(name: str):

@@ -11,3 +11,7 @@ class ModelError(EdgemoeError, ValueError):
 
 class ModelFault(EdgemoeError, RuntimeError):
     """A loaded model whose last results are worthless: a file was cut, the process was forked, an expert id was out of range."""
+
+
+class TraceError(EdgemoeError, ValueError):
+    """A routing trace that cannot be read, or cannot be made."""

@@ -22,8 +22,8 @@ from llama_cpp import llama_cpp as C
 
 from edgemoe import __version__, _native
 from edgemoe.engine import Llama
-from edgemoe.errors import EdgemoeError
-from edgemoe.trace import DECODE, FORMAT, PROMPT, TraceError, TraceWriter, absent, ids_dtype
+from edgemoe.errors import EdgemoeError, TraceError
+from edgemoe.trace import DECODE, FORMAT, PROMPT, TraceWriter, absent, ids_dtype
 
 RULES = {  # what is said about the probabilities in a trace, by how the model makes them
     "chosen": "{}, of the chosen experts, before llama.cpp normalises or scales them",

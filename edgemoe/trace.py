@@ -12,8 +12,6 @@ import os
 import shutil
 import struct
 import tempfile
-import zipfile
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -22,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.errors import EdgemoeError
+from edgemoe import npz
+from edgemoe.errors import TraceError
 
 FORMAT = 1
 PROMPT, DECODE = 0, 1
@@ -45,10 +44,6 @@ ARRAYS = {
 }
 PER_TOKEN = [name for name, (_, axes, _) in ARRAYS.items() if axes[0] == "T"]
 REQUIRED_META = {"format": int, "model": str, "architecture": str, "fingerprint": str, "n_expert": int, "n_used": int, "layers": list, "bytes_per_expert": list, "n_embd": int}
-
-
-class TraceError(EdgemoeError, ValueError):
-    """A trace that cannot be read, or cannot be made."""
 
 
 def ids_dtype(n_expert: int) -> np.dtype:
@@ -155,7 +150,7 @@ class Trace:
     def load(cls, path: str | os.PathLike) -> Trace:
         """Raises TraceError: no such file, no trace, damaged, or of a version that is not known here."""
         path = Path(path)
-        arrays = _read(path)
+        arrays = npz.read(path, {*ARRAYS, "meta"}, unchecked=("hidden",))
         meta = _read_meta(arrays.pop("meta", None), path)
         for name, (_, _, required) in ARRAYS.items():
             if required and name not in arrays:
@@ -216,6 +211,10 @@ def _check_shapes(t: Trace) -> None:
     found = (len(t.meta["layers"]), len(t.meta["bytes_per_expert"]), t.meta["n_used"])
     if found != (t.n_layers, t.n_layers, t.n_used):
         raise TraceError(f"{t.where}: meta: found {found[0]} layers, {found[1]} sizes of experts, {found[2]} used, wanted {t.n_layers}, {t.n_layers}, {t.n_used} as in ids")
+    for name, rising in (("layers", True), ("bytes_per_expert", False)):
+        values = t.meta[name]
+        if not all(type(v) is int and v >= 0 for v in values) or (rising and values != sorted(set(values))):
+            raise TraceError(f"{t.where}: meta: {name}: found {values}, wanted {'rising ' if rising else ''}whole numbers")
     if (t.probs is None) != (t.meta.get("probs") is None):
         raise TraceError(f"{t.where}: meta: probs: found {t.meta.get('probs')!r}, wanted {'null' if t.probs is None else 'all or chosen'}")
     if not 0 < t.n_used <= t.n_expert <= t.absent:
@@ -287,82 +286,14 @@ def _read_meta(a: np.ndarray | None, path: Path) -> dict:
     return meta
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz, mapped where they lie uncompressed. All but hidden states are compared with their checksum."""
-    try:
-        with open(path, "rb") as f, zipfile.ZipFile(f) as z:
-            members = [m for m in z.infolist() if m.filename.endswith(".npy")]
-            return {m.filename[:-4]: _read_array(path, f, z, m) for m in members if m.filename[:-4] in ARRAYS or m.filename == "meta.npy"}
-    except OSError as e:
-        raise TraceError(f"{path}: {e.strerror or e}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, NotImplementedError) as e:
-        raise TraceError(f"{path}: not an .npz, or cut off: {e}") from None
-
-
-def _read_array(path: Path, f, z: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    name = member.filename[:-4]
-    try:
-        if member.compress_type != zipfile.ZIP_STORED:
-            with z.open(member) as entry:
-                return np.lib.format.read_array(entry, allow_pickle=False)
-        f.seek(member.header_offset)
-        local = f.read(30)
-        start = member.header_offset + 30 + sum(struct.unpack("<2H", local[26:30]))
-        if start + member.file_size > os.fstat(f.fileno()).st_size:
-            raise TraceError(f"{path}: {name}: cut off")
-        if name != "hidden" and member.file_size:
-            whole = np.memmap(path, np.uint8, "r", start, member.file_size)
-            if zlib.crc32(whole) != member.CRC:
-                raise TraceError(f"{path}: {name}: damaged: its checksum differs")
-        f.seek(start)
-        version = np.lib.format.read_magic(f)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = header(f)
-        n_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
-        at = f.tell()
-        if dtype.hasobject or fortran or at + n_bytes != start + member.file_size:
-            raise ValueError(f"found {dtype} {list(shape)} in {start + member.file_size - at} bytes, wanted {n_bytes}")
-        if not n_bytes or not shape:
-            return np.frombuffer(f.read(n_bytes), dtype).reshape(shape)
-        return np.memmap(path, dtype, "r", at, shape)
-    except ValueError as e:
-        raise e if isinstance(e, TraceError) else TraceError(f"{path}: {name}: {e}") from None
-
-
 def _chunks(a: np.ndarray) -> Iterator[bytes]:
     for i in range(0, len(a), CHUNK):
         yield np.ascontiguousarray(a[i : i + CHUNK])
 
 
 def _publish(path: Path, meta: dict, arrays: dict[str, tuple[np.dtype, tuple, Iterable[bytes]]]) -> None:
-    """Writes the .npz beside its place and renames it. Entries lie on multiples of 64 bytes, so that maps of them are aligned. Same input, same bytes."""
     text = np.array(json.dumps(meta, ensure_ascii=False))
-    entries = {"meta": (text.dtype, (), [text.tobytes()]), **arrays}
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(beside, "wb") as f, zipfile.ZipFile(f, "w", zipfile.ZIP_STORED) as z:
-            for name, (dtype, shape, chunks) in entries.items():
-                entry = zipfile.ZipInfo(f"{name}.npy")
-                entry.extra = _padding(f.tell() + 30 + len(entry.filename) + ZIP64_EXTRA)
-                with z.open(entry, "w", force_zip64=True) as out:
-                    np.lib.format.write_array_header_1_0(out, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
-                    for chunk in chunks:
-                        out.write(chunk)
-        os.replace(beside, path)
-    except OSError as e:
-        raise TraceError(f"{path}: {e.strerror}") from None
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-
-
-ZIP64_EXTRA = 20  # bytes that zipfile adds to the extra field of a local header
-
-
-def _padding(at: int) -> bytes:
-    """An extra field that moves what begins at `at` to a multiple of 64 bytes."""
-    n = -(at + 4) % 64
-    return struct.pack("<2H", 0xD935, n) + bytes(n)  # the number that zipalign uses for the same purpose
+    npz.publish(path, {"meta": (text.dtype, (), [text.tobytes()]), **arrays})
 
 
 class TraceWriter:

@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from edgemoe import __version__
 from edgemoe.chat import note, open_model, open_session
+from edgemoe.errors import TraceError
 from edgemoe.record import Recorder
 from edgemoe.session import ContextFull, Session
-from edgemoe.trace import PROMPT, Trace, TraceError
+from edgemoe.trace import PROMPT, Trace
 from edgemoe.trace_import import Facts, import_trace
 
 FIELDS = ("prompt", "question", "problem")  # of a JSON line, the first that is there

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.trace import DECODE, FORMAT, NO_STAGE, PROMPT, UNKNOWN_TOKEN, Trace, TraceError, absent, ids_dtype
+from edgemoe.errors import TraceError
+from edgemoe.trace import DECODE, FORMAT, NO_STAGE, PROMPT, UNKNOWN_TOKEN, Trace, absent, ids_dtype
 
 CHANNELS = {1: "analysis", 2: "final"}  # of gpt-oss; kept as stages
 LONGEST_TEXT = 200  # of what is kept about a sequence: names, not whole prompts

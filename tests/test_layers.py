@@ -10,9 +10,9 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native", "trace", "arguments"},
-    {"trace_import", "package", "devices", "tokenizer", "probe", "policies"},
-    {"cache_plan", "replay", "lossy", "recommendation"},
+    {"_native", "npz", "arguments"},
+    {"trace", "package", "devices", "tokenizer", "probe", "policies"},
+    {"cache_plan", "trace_import", "replay", "lossy", "recommendation"},
     {"simulate", "policy_list"},
     {"simulate_report", "simulate_plots", "tune"},
     {"simulate_commands"},

@@ -21,8 +21,8 @@ from tiny_models import FAMILIES
 
 import edgemoe
 from edgemoe.devices import devices
-from edgemoe.errors import EdgemoeError
-from edgemoe.trace import Trace, TraceError
+from edgemoe.errors import EdgemoeError, TraceError
+from edgemoe.trace import Trace
 
 N_PROMPT, N_UBATCH, N_DECODE = 40, 16, 6
 OPTIONS = dict(n_ctx=256, n_batch=64, n_ubatch=N_UBATCH, n_threads=2, verbose=False)

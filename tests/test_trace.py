@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from edgemoe import trace as module
-from edgemoe.trace import DECODE, Trace, TraceError, TraceWriter
+from edgemoe.errors import TraceError
+from edgemoe.trace import DECODE, Trace, TraceWriter
 
 META = {
     "format": 1, "model": "m", "architecture": "qwen3moe", "fingerprint": "", "n_expert": 8, "n_used": 2, "layers": [1, 2, 3], "bytes_per_expert": [10, 10, 12],
@@ -65,7 +66,7 @@ def test_plain_numpy_reads_it(tmp_path):
 
 def test_what_numpy_writes_is_read(tmp_path):
     t = small()
-    arrays = {name: getattr(t, name) for name in module.ARRAYS if getattr(t, name) is not None}
+    arrays = {name: getattr(t, name) for name in module.ARRAYS if getattr(t, name) is not None} | {"ids": np.asfortranarray(t.ids)}
     for save in (np.savez, np.savez_compressed):
         save(tmp_path / "t.npz", meta=np.array(json.dumps(t.meta)), **arrays)
         same(t, Trace.load(tmp_path / "t.npz"))
@@ -146,6 +147,8 @@ BAD = [
     (dict(ids=np.zeros((5, 3, 2), np.int32)), "ids: found int32"),
     (dict(meta=META | {"layers": [1, 2]}), "meta: found 2 layers, 3 sizes of experts, 2 used, wanted 3, 3, 2 as in ids"),
     (dict(meta=META | {"n_used": 3}), "3 used"),
+    (dict(meta=META | {"layers": [1, 3, 2]}), "meta: layers: found [1, 3, 2], wanted rising whole numbers"),
+    (dict(meta=META | {"bytes_per_expert": [1, 2, "3"]}), "meta: bytes_per_expert: found [1, 2, '3'], wanted whole numbers"),
     (dict(meta=META | {"n_expert": 1}), "meta: n_expert: found 1, wanted 2 to 255"),
     (dict(meta=META | {"probs": None}), "meta: probs: found None, wanted all or chosen"),
     (dict(meta=META | {"sequences": [{}]}), "meta: sequences: found 1, wanted 2"),
@@ -213,6 +216,23 @@ def test_a_flipped_bit_is_noticed(tmp_path):
     refused(tmp_path / "t.npz", "damaged")
 
 
+def test_flipped_bits_anywhere_end_in_a_trace_or_a_word(tmp_path):
+    small().save(tmp_path / "t.npz")
+    whole = (tmp_path / "t.npz").read_bytes()
+    rng = np.random.default_rng(0)
+    n_refused = 0
+    for at in rng.integers(0, len(whole), 600):
+        bad = bytearray(whole)
+        bad[at] ^= 1 << int(rng.integers(8))
+        (tmp_path / "bad.npz").write_bytes(bad)
+        try:
+            Trace.load(tmp_path / "bad.npz")
+        except TraceError as e:
+            assert "\n" not in str(e) and "bad.npz" in str(e)
+            n_refused += 1
+    assert n_refused > 300  # the others: names, dates and padding of the zip, and hidden states
+
+
 def test_a_million_tokens_are_mapped_not_copied(tmp_path, python):
     rng = np.random.default_rng(0)
     n = 200_000
@@ -270,7 +290,8 @@ def test_writer_that_is_left_early_leaves_nothing(tmp_path):
 FULL_DISK = """
 import resource, signal, sys
 import numpy as np
-from edgemoe.trace import Trace, TraceError, TraceWriter
+from edgemoe.errors import TraceError
+from edgemoe.trace import Trace, TraceWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 meta = {**eval(sys.argv[3]), "n_embd": 512}
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))

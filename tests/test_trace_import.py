@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from conftest import SHARED
 
-from edgemoe.trace import Trace, TraceError
+from edgemoe.errors import TraceError
+from edgemoe.trace import Trace
 from edgemoe.trace_import import Facts, import_trace
 
 # Two tokens, layers 3 and 5, two of eight experts each: what every variant below says.
