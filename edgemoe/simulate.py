@@ -32,6 +32,7 @@ REGIMES = ("load", "cpu")
 LRU, BELADY, BELADY_FREE = "lru", "belady", "belady:force=0"
 BESIDE = (LRU, BELADY, BELADY_FREE)
 MOST_DECODE_TOKENS = 16  # of one step, as the native cache tells prompts from decoding
+MOST_JOINED_BYTES = 1 << 30  # of hidden states, which are copied
 MOST_SHARED_BYTES = 256 << 20  # of rows that are kept for all runs; those of larger traces are made anew for each
 N_RESAMPLES = 1000
 # Several settings of each policy that has any, for `--policy sweep`: the frontier is not a point per policy.
@@ -84,7 +85,7 @@ def require_same_model(first: Trace, other: Trace) -> None:
 
 
 def joined(traces: list[Trace]) -> Trace:
-    """One trace of the sequences of all. An array that one of them lacks is left out. Raises SimulationError."""
+    """One trace of the sequences of all. An array that one of them lacks is left out, and so are hidden states of more than MOST_JOINED_BYTES. Raises SimulationError."""
     first = traces[0]
     if len(traces) == 1:
         return first
@@ -97,7 +98,8 @@ def joined(traces: list[Trace]) -> Trace:
     columns = {}
     for name in ("ids", "token_ids", "phase", "probs", "hidden", "stage", "head_t", "head_s"):
         arrays = [getattr(t, name) for t in traces]
-        if all(a is not None and a.shape[1:] == arrays[0].shape[1:] for a in arrays):
+        fits = all(a is not None and a.shape[1:] == arrays[0].shape[1:] for a in arrays)
+        if fits and (name != "hidden" or sum(a.nbytes for a in arrays) <= MOST_JOINED_BYTES):
             columns[name] = np.concatenate(arrays)
     steps = []
     for t in traces if any(t.step is not None for t in traces) else []:
@@ -273,14 +275,14 @@ class Rates:
     device: float | None = None
 
 
-def seconds(loads: dict[str, np.ndarray], misses: str, rates: Rates) -> np.ndarray:
+def seconds(loads: dict[str, np.ndarray], rates: Rates) -> np.ndarray:
     """Time that experts take, by bytes of each kind: "hits", "demand", "computed", "proactive". Experts only: attention, dense weights and the rest come on top.
 
     Slots and CPU compute at the same time. Demand loads are waited for. Proactive loads go on meanwhile, and only what the link has no spare time for is waited for. Where the
     CPU computes misses, an upload is read from the memory that it computes from, and costs it as much as an expert of its own.
     """
     in_slots = (loads["hits"] + loads["demand"]) / rates.device if rates.device else 0.0
-    on_cpu = (loads["computed"] + loads["proactive"] if misses == "cpu" else loads["computed"]) / rates.cpu
+    on_cpu = np.where(loads["computed"] > 0, loads["computed"] + loads["proactive"], 0.0) / rates.cpu
     busy = np.maximum(in_slots, on_cpu)
     return busy + loads["demand"] / rates.link + np.maximum(0.0, loads["proactive"] / rates.link - busy)
 
@@ -333,7 +335,7 @@ class Figures:
     def time(self, total=np.sum):
         """Seconds per token, in experts only."""
         sums = {kind: np.asarray(total(n), np.float64) for kind, n in self.bytes.items()}
-        return seconds(sums, self.outcome.run.misses, self.rates) / total(self.n_tokens)
+        return seconds(sums, self.rates) / total(self.n_tokens)
 
 
 def _share(part: float, whole: float) -> float | None:

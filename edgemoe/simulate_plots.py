@@ -74,7 +74,7 @@ def _looks(names: list[str]) -> dict[str, dict]:
 
 
 def _model(document: dict) -> str:
-    return f"{document['model']}, {document['n_sequences']} sequences, {document['n_tokens']} tokens"
+    return f"{document['model']}, {document['n_sequences']} sequences, {document['n_tokens']} tokens, {document['runs'][0]['n_accesses']} accesses"
 
 
 def _slots(document: dict, n_slots: int) -> str:

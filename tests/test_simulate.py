@@ -120,12 +120,12 @@ def test_gap_share():
 def test_time_waits_for_demand_and_for_what_the_link_has_no_spare_time_for():
     rates = Rates(link=10.0, cpu=5.0, device=20.0)
     loads = {"hits": 40.0, "demand": 20.0, "computed": 0.0, "proactive": 0.0}
-    assert simulate.seconds(loads, "load", rates) == pytest.approx(60 / 20 + 20 / 10)
-    assert simulate.seconds(loads | {"proactive": 20.0}, "load", rates) == pytest.approx(5.0)  # 2 s on the link within 3 s of computing
-    assert simulate.seconds(loads | {"proactive": 50.0}, "load", rates) == pytest.approx(5.0 + 2.0)
+    assert simulate.seconds(loads, rates) == pytest.approx(60 / 20 + 20 / 10)
+    assert simulate.seconds(loads | {"proactive": 20.0}, rates) == pytest.approx(5.0)  # 2 s on the link within 3 s of computing
+    assert simulate.seconds(loads | {"proactive": 50.0}, rates) == pytest.approx(5.0 + 2.0)
     beside = {"hits": 40.0, "demand": 0.0, "computed": 10.0, "proactive": 0.0}
-    assert simulate.seconds(beside, "cpu", rates) == pytest.approx(2.0)  # both at the same time
-    assert simulate.seconds(beside | {"proactive": 10.0}, "cpu", rates) == pytest.approx(4.0)
+    assert simulate.seconds(beside, rates) == pytest.approx(2.0)  # both at the same time
+    assert simulate.seconds(beside | {"proactive": 10.0}, rates) == pytest.approx(4.0)
 
 
 def test_bootstrap_repeats_itself_and_pairs_differences():
@@ -260,6 +260,17 @@ def test_json_and_csv_have_the_same_figures(edgemoe, two, tmp_path):
     for line, row in zip(totals, document["runs"]):
         assert int(line["n_hits"]) == row["n_hits"] and float(line["load_mb"]) == row["load_mb"]
         assert (float(line["hit_ci_low"]), float(line["hit_ci_high"])) == tuple(row["hit_ci"])
+
+
+def test_a_trace_of_nothing_but_a_prompt(edgemoe, tmp_path):
+    trace = trace_of([[[0]] * 20])
+    trace.phase[:] = PROMPT
+    trace.step = np.zeros(20, np.int32)
+    trace.save(tmp_path / "t.npz")
+    result = edgemoe("simulate", tmp_path / "t.npz", "--capacity", "2", "--policy", "lru")
+    assert result.returncode == 0 and "0/0" in result.stdout, result.stderr
+    row = json.loads(edgemoe("simulate", tmp_path / "t.npz", "--capacity", "2", "--policy", "lru", "--json").stdout)["runs"][0]
+    assert row["hit"] is None and row["load_mb"] is None and row["hit_ci"] is None
 
 
 def test_fewer_slots_than_a_token_uses(edgemoe, tmp_path):
