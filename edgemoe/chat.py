@@ -50,6 +50,7 @@ def open_model(options, **further) -> Llama:
         device=options.device,
         misses=options.misses,
         policy=policy,
+        cache_options={"strict": options.strict, "most_inserts": options.most_inserts, "seed": not options.no_seed},
         n_ctx=options.ctx,
         n_threads=options.threads,
         n_gpu_layers=gpu_layers,

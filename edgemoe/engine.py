@@ -18,11 +18,12 @@ import llama_cpp
 from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from edgemoe import _native, machine, policies
+from edgemoe import _native, machine
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
+from edgemoe.policies import Policy, policy as read_policy
 from edgemoe.tokenizer import WholePieceTokenizer
 
 # llama_cpp takes warnings (level 3 of ggml) for errors and prints them even when it is told to be quiet.
@@ -113,6 +114,7 @@ class _Experts:
         self.use_extra_bufts = use_extra_bufts
         self.all_on_device = False  # nothing is left for us to do: llama.cpp takes the experts too
         self.tap: bool | None = None  # None: where we compute the experts
+        self.policy: Policy | None = None  # of the cache
         self.process = os.getpid()
         self._ffi, self._lib = _native.load()
         self.handle = _native.opened("edgemoe_model_open", path, isa.encode() if isa else self._ffi.NULL)
@@ -160,19 +162,31 @@ class _Experts:
             return "this process was forked from the one that opened the model; open the model after the fork"
         if not self.handle:
             return "the model is closed"
+        if self.policy and self.policy.error:
+            return str(self.policy.failure())
         return _native.text(self._lib.edgemoe_model_fault(self.handle))
 
-    def open_cache(self, device: str, n_slots: int, policy: str, misses: str, further: dict) -> bool:
+    def open_cache(self, device: str, n_slots: int, policy: Policy, misses: str, further: dict) -> bool:
         """False when the device has no room for so many slots. Raises ModelError."""
-        self.policy = policies.policy(policy)  # kept: the cache uses its tables and its score function
-        options = self._ffi.new("struct edgemoe_cache_options *", {"seed": True} | further | self.policy.options())
-        names = [self._ffi.new("char[]", name.encode()) for name in (device, misses)]
-        options.device, options.misses = names
-        options.n_slots = n_slots
+        device, misses = (self._ffi.new("char[]", name.encode()) for name in (device, misses))
+        fields = {"seed": True, "device": device, "misses": misses, "n_slots": n_slots} | policy.options() | further
+        self.policy = policy  # its score function is called from now on
+        options = self._ffi.new("struct edgemoe_cache_options *", fields)
         result = self._lib.edgemoe_model_open_cache(self.handle, options)
         if result < 0:
             raise ModelError(_native.last_error())
         return result == 0
+
+    def begin_sequence(self) -> None:
+        """A new text: policies forget what belongs to the last one."""
+        if self.policy and self.handle:
+            self._lib.edgemoe_model_begin_sequence(self.handle)
+
+    def announce(self, batch) -> None:
+        """What the policy may want to know of a llama_batch that is about to be computed."""
+        if self.policy and self.handle and self._lib.edgemoe_model_wants_tokens(self.handle):
+            n = batch.n_tokens if batch.token else 0
+            self._lib.edgemoe_model_announce(self.handle, self._ffi.new("int32_t[]", batch.token[:n]), n, -1)
 
     def _read(self, function, struct: str, *arguments) -> dict:
         """What a getter of the library fills in, by name."""
@@ -256,6 +270,7 @@ class _GuardedContext(internals.LlamaContext):
     listener = None  # with a method batch(llama_batch): a context manager around each batch
 
     def decode(self, batch) -> None:
+        self.experts.announce(batch.batch)
         with self.listener.batch(batch.batch) if self.listener else nullcontext(), self._guarded():
             super().decode(batch)
 
@@ -314,9 +329,9 @@ class Llama(llama_cpp.Llama):
     slots, vram, device: expert slots per layer on a device; or what may be used there for everything, in bytes; and which device ("Vulkan0"). By default, with
         n_gpu_layers and a real GPU, as many as fit beside the rest; otherwise none. cache_plan has what came of it.
     misses: what becomes of experts that are in no slot: "cpu" computes them in place, "load" loads them first, "auto" does what is faster in the steps that run.
-    policy: which experts stay ("placement:every=32", "lru", "promoe:fit=FILE.npz", see edgemoe.policies); by default placement, or lru with misses="load".
+    policy: which experts stay, as in edgemoe.policies ("placement:every=32", "lru"); by default placement, or lru with misses="load".
     tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
-    cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, most_block_bytes, most_bytes.
+    cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, inline_loads, most_block_bytes, most_bytes.
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
     """
@@ -340,6 +355,7 @@ class Llama(llama_cpp.Llama):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
         kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
         path = os.fspath(model_path)
+        chosen = read_policy(policy or ("lru" if misses == "load" else "placement"))
         if use_extra_bufts is None:
             use_extra_bufts = not exact and _native.best_isa() == "none"
         self._experts = _Experts(path, use_extra_bufts, "none" if exact else isa)
@@ -347,6 +363,11 @@ class Llama(llama_cpp.Llama):
             self.source, slots, vram, device, kwargs.get("n_gpu_layers", 0), kwargs.get("n_ctx", 512), kwargs.get("n_ubatch", 512)
         )
         self._experts.all_on_device = self._fits_all_by_itself(slots)
+        # A software device computes on the cores that would load meanwhile, and prompts gain nothing by a detour through it. Mesa's (Debian 12) also damages its heap
+        # when llama.cpp sends prompts through it while experts are loaded.
+        self._on_software = any(d.name == self.cache_plan.device and d.is_software for d in devices())
+        if self._on_software:
+            kwargs.setdefault("op_offload", False)
         self._experts.tap = tap
         with _announced(self._experts) as reasons, _explained(path, reasons):
             super().__init__(path, *args, **kwargs)
@@ -354,15 +375,15 @@ class Llama(llama_cpp.Llama):
             self.tokenizer_ = WholePieceTokenizer(self)
         self._guard_context()
         if self.cache_plan.n_slots and not self._experts.all_on_device:
-            further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging} | (cache_options or {})
-            self._open_cache(policy or ("lru" if misses == "load" else "placement"), misses, further, may_shrink=slots is None)
+            further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging, "inline_loads": self._on_software} | (cache_options or {})
+            self._open_cache(chosen, misses, further, may_shrink=slots is None)
 
     def _fits_all_by_itself(self, slots: int | None) -> bool:
         """When every expert fits beside the dense weights, llama.cpp alone is fastest. A package's experts can only come through us."""
         plan = self.cache_plan
         return slots is None and plan.fits_all and plan.dense_bytes > 0 and self.source.kind == "stacked"
 
-    def _open_cache(self, policy: str, misses: str, further: dict, may_shrink: bool) -> None:
+    def _open_cache(self, policy: Policy, misses: str, further: dict, may_shrink: bool) -> None:
         """A driver may have less room than it says: then fewer slots, unless their number was asked for."""
         n_slots, device = self.cache_plan.n_slots, self.cache_plan.device
         if device is None:
@@ -376,6 +397,10 @@ class Llama(llama_cpp.Llama):
         self._has_cache = n_slots > 0
 
     _has_cache = False
+
+    def reset(self) -> None:
+        self._experts.begin_sequence()
+        super().reset()
 
     def eval(self, tokens) -> None:
         if self._ctx.listener:

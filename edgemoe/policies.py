@@ -126,10 +126,9 @@ class Policy:
     def _failed(self, kind, error, trace):
         self.error = self.error or error
 
-    def check(self) -> None:
-        """Raises what a score function has raised inside the library."""
-        if self.error:
-            raise self.error if isinstance(self.error, PolicyError) else PolicyError(f"policy {self.text}: {type(self.error).__name__}: {self.error}")
+    def failure(self) -> PolicyError:
+        """What a score function has raised inside the library, which could not pass it on."""
+        return self.error if isinstance(self.error, PolicyError) else PolicyError(f"policy {self.text}: {type(self.error).__name__}: {self.error}")
 
 
 def policy(text: str, learned: dict[str, np.ndarray] | None = None) -> Policy:

@@ -49,7 +49,8 @@ class Replay:
                 setattr(struct, name, self._ffi.from_buffer(f"{_C_TYPES[array.dtype]}[]", array))
         if self._lib.edgemoe_replay_sequence(self._handle, struct):
             raise PolicyError(_native.last_error())
-        self.policy.check()
+        if self.policy.error:
+            raise self.policy.failure()
 
     def clear(self) -> None:
         """Empty slots, nothing learned since it was opened. Counters stay."""

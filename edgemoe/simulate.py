@@ -21,7 +21,7 @@ from itertools import product
 
 import numpy as np
 
-from edgemoe import policies
+from edgemoe import fit, policies
 from edgemoe.errors import EdgemoeError
 from edgemoe.machine import usable_cpus
 from edgemoe.replay import DECODE, FIELDS, PROMPT, Replayed, replay, rows_of
@@ -405,15 +405,9 @@ def summaries(trace: Trace, outcomes: list[Outcome], rates: Rates = Rates(), per
     return [summary(f, beside[f.outcome.run.n_slots, f.outcome.run.misses], boot, per_sequence) for f in found]
 
 
-def learn(train: list[Trace], wanted: Iterable[str], progress=None) -> dict[str, np.ndarray] | None:
-    """The tables that these policies need, fitted to the training traces; None when there are none. Raises SimulationError."""
+def learn(train: list[Trace], wanted: Iterable[str], progress: Callable[[str], None] | None = None) -> dict[str, np.ndarray] | None:
+    """The tables that these policies need, fitted to the training traces; None without any. progress: called with the name of each table. Raises TraceError."""
     tables = {t for p in wanted if "fit=" not in p for t in policies.LEARNED.get(policies.name_of(p), ())}
     if not train:
         return None
-    if not tables:
-        return {}
-    try:
-        from edgemoe import fit
-    except ImportError:
-        return None
-    return fit.fit(joined(train), tables, progress)
+    return fit.fit(train, tables, progress) if tables else {}

@@ -71,7 +71,8 @@ def _run(options, trace, train) -> tuple[dict, simulate.Plan, Rates]:
     for policy in changing:
         lossy.read(policy)
     capacities = simulate.read_capacities(options.capacity, trace.n_expert)
-    learned = simulate.learn(train, asked)
+    with tqdm(file=sys.stderr, disable=not (train and sys.stderr.isatty()), leave=False, bar_format="learning {desc}...") as bar:
+        learned = simulate.learn(train, asked, bar.set_description_str)
     regimes = simulate.REGIMES if options.misses == "both" else (options.misses,)
     plan = simulate.plan_runs(trace, asked, capacities, regimes, learned, shared=options.scope == "model", warm=options.warm)
     rates = Rates(options.link, options.cpu, options.device_rate)

@@ -6,7 +6,7 @@ import datetime
 import json
 import shlex
 
-from edgemoe import __version__, recommendation, simulate, tune
+from edgemoe import __version__, fit, recommendation, simulate, tune
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices
 from edgemoe.package import Source
@@ -75,12 +75,7 @@ def _write(tuned: Tuned, plan: CachePlan, options, source: Source, trace, mark: 
         date=datetime.date.today().isoformat(), version=__version__, tables=f"{mark}.{options.misses}.npz" if tuned.tables else "", figures={k: row[k] for k in KEPT},
     )
 
-    def save(path: str) -> None:
-        from edgemoe import fit
-
-        fit.save(path, tuned.tables, {"policy": tuned.policy, "fingerprint": mark})
-
-    return str(recommendation.write(found, save if tuned.tables else None))
+    return str(recommendation.write(found, (lambda path: fit.save(path, tuned.tables)) if tuned.tables else None))
 
 
 def _document(tuned: Tuned, plan: CachePlan, options, written: str | None) -> dict:

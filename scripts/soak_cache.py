@@ -56,7 +56,7 @@ def main() -> int:
     options = dict(n_ctx=512, n_batch=256, n_ubatch=64, n_threads=machine.default_threads(), verbose=False)
     with edgemoe.Source(o.model) as source:
         n_expert = max(layer.n_expert for layer in source.layers)
-    plain = engine.open_plain([o.model], **options)
+    plain = engine.open_plain([o.model], **options, op_offload=False)
     end, lap, worst, n_tokens = time.monotonic() + 60 * o.minutes, 0, 0.0, 0
     before, device_before = None, 0
     while time.monotonic() < end or lap < 5:

@@ -1,7 +1,7 @@
 """One layer's expert cache, as plainly as it can be said: what the native residency, policies and tier are tested against. Loads take no time.
 
-An event is looked up against the state at its start and learned from at its end. Of the residents the one with the lowest score goes; of equal ones the
-least recently used, then the lower id. What a running event uses is pinned and stays.
+An event is looked up against the state at its start, and learned from before anything moves. Of the residents the one with the lowest score goes; of equal ones
+the least recently used, then the lower id. What a running event uses is pinned and stays.
 """
 
 from collections import Counter
@@ -11,10 +11,11 @@ MOST_DECODED = 16   # tokens; an event with more is a prompt
 
 
 class Layer:
-    def __init__(self, n_expert, n_slots, policy="lru", every=32, decay=0.5, bonus=None, misses="cpu", strict=False, most_inserts=0, seed=True):
+    def __init__(self, n_expert, n_slots, policy="lru", every=32, decay=0.5, bonus=None, misses="cpu", strict=False, most_inserts=0, seed=True, n_staging=0):
         self.n_expert, self.n_slots = n_expert, min(n_expert, n_slots)
         self.policy, self.every, self.decay, self.bonus = policy, every, decay, every / 16 if bonus is None else bonus
-        self.misses, self.strict, self.most_inserts, self.seed = misses, strict, most_inserts or inf, seed
+        self.misses, self.strict, self.most_inserts, self.seed, self.n_staging = misses, strict, most_inserts or inf, seed, n_staging
+        self.stage_taken = False
         self.residents, self.pins, self.held, self.counts = set(), Counter(), [], {"decode": Counter(), "prompt": Counter()}
         self.n_events, self.n_uses, self.last_use = 0, Counter(), Counter()        # last use: the number of an event
         self.n_recent_tokens, self.recent, self.popularity = 0, Counter(), Counter()   # of placement: since the last refresh; score without the bonus
@@ -37,29 +38,45 @@ class Layer:
         return True
 
     def begin(self, n_tokens_of, n_tokens):
-        """What is in a slot is a hit. The misses of a decode event are loaded where that is the mode, unless the event is larger than the cache."""
+        """What is in a slot is a hit. The misses of a decode event are loaded where that is the mode, unless the event is larger than the cache: into a slot if they
+        may stay there, or else into a staging slot, for this event."""
         phase = "prompt" if n_tokens > MOST_DECODED else "decode"
-        hits, loaded = self.residents & n_tokens_of.keys(), set()
+        hits, loaded, staged = self.residents & n_tokens_of.keys(), set(), set()
         self.pins.update(hits)
+        if phase == "decode" or (self.seed and self.policy == "placement"):   # a prompt says what is popular, not what is recent
+            self.learn(n_tokens_of, n_tokens)
         if self.misses == "load" and phase == "decode" and len(n_tokens_of) <= self.n_slots:
-            loaded = {e for e in sorted(n_tokens_of.keys() - hits) if self.insert(e, "demand", phase, keep=n_tokens_of)}
-            self.pins.update(loaded)
-        self.counts[phase].update(events=1, accesses=len(n_tokens_of), hits=len(hits), computed=len(n_tokens_of) - len(hits | loaded))
-        return n_tokens_of, n_tokens, phase, hits | loaded
+            n_free = 0 if self.stage_taken else self.n_staging
+            for e in sorted(n_tokens_of.keys() - hits):
+                if self.insert(e, "demand", phase, n_tokens_of, lambda evicted: evicted is None or self.policy == "lru" and self.admits(e, evicted)):
+                    loaded.add(e)
+                elif len(staged) < n_free:
+                    staged.add(e)
+                    self.counts[phase].update(demand=1)
+        if self.misses == "load" and phase == "prompt" and not self.stage_taken:   # the most used of a prompt
+            staged = set(sorted(n_tokens_of.keys() - hits, key=lambda e: (-n_tokens_of[e], e))[:self.n_staging])
+            self.counts[phase].update(demand=len(staged))
+        self.stage_taken |= bool(staged)
+        self.pins.update(loaded)
+        self.counts[phase].update(events=1, accesses=len(n_tokens_of), hits=len(hits), computed=len(n_tokens_of) - len(hits | loaded | staged))
+        return n_tokens_of, phase, hits | loaded, staged
 
-    def end(self, n_tokens_of, n_tokens, phase, pinned):
+    def end(self, n_tokens_of, phase, pinned, staged):
         self.pins.subtract(pinned)
+        if staged:
+            self.stage_taken = False
         if phase == "prompt" and not self.seed:
             return
-        if phase == "decode" or self.policy == "placement":   # a prompt says what is popular, not what is recent
-            self.learn(n_tokens_of, n_tokens)
+        if self.policy == "lru" and phase == "decode":
+            self.update(n_tokens_of, phase, staged)
         if self.policy == "placement" and self.n_recent_tokens >= self.every:
             self.refresh(phase)
-        elif self.policy == "lru" and phase == "decode":
-            self.update(n_tokens_of, phase)
         for e in sorted(n_tokens_of, key=lambda e: (-n_tokens_of[e], e)):   # empty slots: the most used first
             if e not in self.residents and len(self.residents) < self.n_slots:
                 self.insert(e, "proactive", phase)
+
+    def admits(self, expert, evicted):
+        return not self.strict or self.n_uses[expert] > self.n_uses[evicted]
 
     def learn(self, n_tokens_of, n_tokens):
         self.n_events += 1
@@ -69,12 +86,12 @@ class Layer:
         for e in n_tokens_of:
             self.last_use[e] = self.n_events
 
-    def update(self, n_tokens_of, phase):
-        """The misses of an event come in, and none of its members goes. Strict: only for one that was used less."""
+    def update(self, n_tokens_of, phase, staged):
+        """The misses of an event come in, and none of its members goes. Strict: only for one that was used less. One that is staged already is no new load."""
         n_inserted = 0
         for e in sorted(n_tokens_of, key=lambda e: (-n_tokens_of[e], e)):   # the most used first
             if e not in self.residents and n_inserted < self.most_inserts:
-                n_inserted += self.insert(e, "proactive", phase, n_tokens_of, lambda evicted: not self.strict or self.n_uses[e] > self.n_uses[evicted])
+                n_inserted += self.insert(e, "moved" if e in staged else "proactive", phase, n_tokens_of, lambda evicted: self.admits(e, evicted))
 
     def refresh(self, phase):
         """The best by score come in, each for the resident with the lowest, if that is lower. This is before the next event: members of the last may go."""

@@ -222,7 +222,10 @@ def test_zero_slots_are_no_cache(models, expected):
     "options, said",
     [
         (dict(device="Vulkan9"), "Vulkan9"),
-        (dict(policy="magic"), "policy magic, wanted lru or placement"),
+        (dict(policy="magic"), "policy magic, wanted one of lru, lfu, "),
+        (dict(policy="belady"), "policy belady knows the future, which only a simulation does"),
+        (dict(policy="promoe"), "policy promoe: it has to learn first (spatial)"),
+        (dict(policy="no_such.py:f"), "no_such.py: no such file"),
         (dict(policy="lru:x=1"), "parameter x=1, wanted none"),
         (dict(policy="placement:every=no"), "every=no, wanted a number"),
         (dict(misses="never"), "misses: never, wanted cpu, load or auto"),

@@ -306,6 +306,17 @@ def test_refusals_are_one_line(edgemoe, two, arguments, said):
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("edgemoe: error: ")
 
 
+def test_policies_learn_from_other_sequences(edgemoe, two, tmp_path):
+    """Experts 2 and 3 are what the training text uses: `static` has them from the first token on."""
+    trace_of([[[2], [3], [2]]]).save(tmp_path / "train.npz")
+    result = edgemoe("simulate", two, "--train", tmp_path / "train.npz", "--capacity", "2", "--misses", "cpu", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    rows = {r["policy"]: r for r in document["runs"]}
+    assert set(document["left_out"]) == {"stage"} and set(rows) == set(policies.names()) - {"stage"} | {"belady:force=0"}
+    assert (rows["static"]["n_hits"], rows["static"]["n_computed"]) == (2, 5)
+
+
 def test_training_on_the_test_is_refused_by_the_command(edgemoe, two):
     result = edgemoe("simulate", two, "--train", two)
     assert result.returncode == 1 and "2 sequences are in both" in result.stderr and result.stderr.count("\n") == 1

@@ -225,6 +225,11 @@ void                   edgemoe_model_wait_cache(edgemoe_model * model);    // un
 void                   edgemoe_model_stop_cache(edgemoe_model * model);    // for good: before contexts are freed
 void                   edgemoe_model_clear_cache(edgemoe_model * model);   // between computations
 
+// What policies may want to know: that a new text begins; and of the batch that comes next, where it is computed as one, its tokens (NULL: not known) and its stage (-1).
+void                   edgemoe_model_begin_sequence(edgemoe_model * model);
+bool                   edgemoe_model_wants_tokens(const edgemoe_model * model);
+void                   edgemoe_model_announce(edgemoe_model * model, const int32_t * token_ids, int64_t n_tokens, int32_t stage);
+
 // A ggml_backend_sched_eval_callback with its user data for llama_context_params: listens to the routers of one context while a recorder is open.
 bool                   edgemoe_model_eval(void * node, bool ask, void * model);
 // n_ubatch: of the context. NULL on failure.

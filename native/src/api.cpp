@@ -5,6 +5,7 @@
 #include "backend.h"
 #include "kernels/kernels.h"
 #include "recorder.h"
+#include "router_feed.h"
 #include "simulation.h"
 
 #include <algorithm>
@@ -26,6 +27,7 @@ struct edgemoe_model {
     std::string            dense;   // pattern
     std::string            fault;
     router_tap             tap;     // of the context that was made with it
+    std::unique_ptr<router_feed> feed;
 };
 
 struct edgemoe_recorder {
@@ -165,6 +167,14 @@ static const tier & tier_of(const edgemoe_model * model, uint32_t layer) {
         throw std::out_of_range("layer index " + std::to_string(layer) + ", wanted less than " + std::to_string(t.n_layers()));
     }
     return t;
+}
+
+static std::vector<int> block_numbers(const edgemoe_model & model) {
+    std::vector<int> layers;
+    for (const expert_layer & layer : model.m->src->layers) {
+        layers.push_back((int) layer.index);
+    }
+    return layers;
 }
 
 static tier::visit begin(edgemoe_replay * replay, uint32_t layer, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
@@ -338,6 +348,10 @@ int edgemoe_model_open_cache(edgemoe_model * model, const edgemoe_cache_options 
         try {
             const tables learned = tables_of(*o);
             model->m->open_cache({ o->device, tier_options_of(*o, learned), o->most_block_bytes, o->most_bytes, o->fail_every, o->poison });
+            tier & experts = model->m->cache->experts;
+            if (experts.needs_probs()) {
+                model->feed = std::make_unique<router_feed>(model->tap, experts, block_numbers(*model));
+            }
             return 0;
         } catch (const no_room & e) {
             last_error = e.what();
@@ -369,11 +383,7 @@ bool edgemoe_model_eval(void * node, bool ask, void * model) { return ((edgemoe_
 
 edgemoe_recorder * edgemoe_recorder_open(edgemoe_model * model, int32_t n_used, int32_t n_expert, int32_t n_embd, int64_t n_ubatch) {
     return guarded([&] {
-        std::vector<int> layers;
-        for (const expert_layer & layer : model->m->src->layers) {
-            layers.push_back((int) layer.index);
-        }
-        return new edgemoe_recorder { { model->tap, layers, n_used, n_expert, n_embd, n_ubatch } };
+        return new edgemoe_recorder { { model->tap, block_numbers(*model), n_used, n_expert, n_embd, n_ubatch } };
     }, nullptr);
 }
 
@@ -388,6 +398,12 @@ int64_t edgemoe_recorder_end(edgemoe_recorder * recorder) {
 }
 
 const char * edgemoe_recorder_gating(const edgemoe_recorder * recorder) { return gating_name(recorder->r.how); }
+
+void edgemoe_model_begin_sequence(edgemoe_model * model) { model->m->cache->experts.begin_sequence(nullptr); }
+
+bool edgemoe_model_wants_tokens(const edgemoe_model * model) { return model->m->cache->experts.needs_tokens(); }
+
+void edgemoe_model_announce(edgemoe_model * model, const int32_t * token_ids, int64_t n_tokens, int32_t stage) { model->m->cache->experts.announce({ token_ids, n_tokens, stage }); }
 
 const char * edgemoe_policies(void) {
     static const std::string all = describe_policies();

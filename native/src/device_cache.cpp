@@ -37,6 +37,9 @@ device_cache::device_cache(const source & s, const store & from, const cache_opt
     : slots(s, from, device_named(options.device), options.slots.n_slots, options.slots.n_staging, options.most_block_bytes,
         options.most_bytes),
       experts(layers_of(s), with_staging(options.slots, slots.n_staging()), [this](const transfer & t) { return upload(t); }), fail_every(options.fail_every) {
+    if (experts.needs_future()) {
+        throw std::invalid_argument("policy " + options.slots.policy + " knows the future, which only a simulation does");
+    }
     if (options.poison) {
         slots.fill(0xff);
     }

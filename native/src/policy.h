@@ -7,7 +7,6 @@
 #include "residency.h"
 
 #include <map>
-#include <memory>
 #include <string>
 
 namespace edgemoe {
@@ -27,7 +26,7 @@ struct pass {
 };
 
 // A sequence of which all is known, for policies that cheat. Steps are numbered from 0 in the order of begin_pass.
-struct recording {
+struct future {
     size_t               n_passes = 0;
     std::vector<std::vector<int32_t>> passes_of;   // per key: the steps that use it, ascending
     std::vector<int32_t> stage;                   // per step
@@ -52,7 +51,7 @@ struct policy {
     virtual ~policy() = default;
 
     // `known`: NULL outside of a simulation.
-    virtual void begin_sequence(const recording * known);
+    virtual void begin_sequence(const future * known);
     virtual void begin_pass(const pass &, std::vector<wish> &) { n_passes++; }
     // What the router chose; after it the scores are up to date.
     virtual void observe(const event & e);
@@ -68,6 +67,8 @@ struct policy {
     // Whether what an event used stays through it. If not, what stays is chosen from residents and event alike.
     virtual bool keeps_members() const { return true; }
     virtual bool needs_probs() const { return false; }
+    virtual bool needs_hidden() const { return false; }
+    virtual bool needs_tokens() const { return false; }
     virtual bool needs_future() const { return false; }
     // Starts over, as when the model was opened.
     virtual void reset();
@@ -90,11 +91,5 @@ struct policy_source {
     score_function score = nullptr;      // of the policy "custom"
     void *         user = nullptr;
 };
-
-// `text`: a name, or name:key=value,key=value. Throws std::invalid_argument that says what was wanted.
-std::unique_ptr<policy> make_policy(const std::string & text, const expert_space & space, const residency & in, const policy_source & from = {});
-
-// Names, and per policy its parameters with their defaults: "name:key=value,..." one per line.
-std::string describe_policies();
 
 } // namespace edgemoe

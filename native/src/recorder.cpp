@@ -12,7 +12,7 @@ recorder::recorder(router_tap & tap, std::vector<int> layers, int32_t n_used, in
 
 recorder::~recorder() { tap.remove(*this); }
 
-void recorder::begin(const recorded_batch & where) {
+void recorder::begin(const recording & where) {
     to         = where;
     active     = true;
     step       = -1;

@@ -11,7 +11,7 @@ namespace edgemoe {
 
 // Where the rows of one batch go: L layers, K experts used, E experts, D the width of the router's input. `n_tokens` rows each, prepared with what stands for
 // absent: a row that llama.cpp does not compute is left as it is. Probabilities and hidden states are IEEE half floats.
-struct recorded_batch {
+struct recording {
     int64_t         n_tokens;
     const int8_t *  outputs;    // [n_tokens]: whose logits are wanted
     uint16_t *      ids;        // [n_tokens][L][K]
@@ -26,7 +26,7 @@ struct recorder : router_sink {
     ~recorder() override;
 
     // All that is computed from begin to end is one batch. end throws when something was not as expected, and returns the micro-batches that were seen.
-    void    begin(const recorded_batch & to);
+    void    begin(const recording & to);
     int64_t end();
 
     bool wants_probs()  const override { return active && to.probs; }
@@ -43,7 +43,7 @@ private:
     std::vector<int>     layers;
     int32_t              n_used, n_expert, n_embd;
     int64_t              n_ubatch;
-    recorded_batch       to = {};
+    recording            to = {};
     bool                 active = false;
     int64_t              step = -1;        // micro-batch of the batch
     size_t               next_layer = 0;   // index in layers

@@ -16,6 +16,7 @@ struct sequence {
     const trace_rows &        rows;
     std::vector<rows_of_step> steps;
     std::vector<int32_t>      count;         // tokens per expert of the layer at hand
+    std::vector<size_t>       there;         // the step's rows that reach it: of a prompt not all reach the last one
     std::vector<float>        probs, hidden, next, successor;   // means over a step
 
     sequence(tier & t, const trace_rows & rows) : t(t), rows(rows) {
@@ -35,12 +36,15 @@ struct sequence {
     const uint16_t * ids_of(size_t row, size_t layer) const { return rows.ids + (row * t.n_layers() + layer) * rows.n_used; }
 
     event event_of(const rows_of_step & s, size_t layer) {
-        event e = { layer, {}, {}, 0 };   // not all rows of a prompt reach the last layer
+        event e = { layer, {}, {}, 0 };
+        there.clear();
         e.experts.reserve(rows.n_used);
         e.n_tokens_of.reserve(rows.n_used);
         for (size_t r = s.first; r < s.end; r++) {
             const uint16_t * ids = ids_of(r, layer);
-            e.n_tokens += ids[0] != NO_EXPERT;
+            if (ids[0] != NO_EXPERT) {
+                there.push_back(r);
+            }
             for (size_t k = 0; k < rows.n_used; k++) {
                 if (ids[k] == NO_EXPERT) {
                     continue;
@@ -54,6 +58,7 @@ struct sequence {
                 }
             }
         }
+        e.n_tokens = (int64_t) there.size();
         std::sort(e.experts.begin(), e.experts.end());
         for (const int32_t expert : e.experts) {
             e.n_tokens_of.push_back(count[(size_t) expert]);
@@ -62,37 +67,37 @@ struct sequence {
         return e;
     }
 
-    // The mean over the step's rows; of one row the row itself.
-    const float * mean(const float * all, size_t width, const rows_of_step & s, size_t layer, std::vector<float> & sum) const {
+    // The mean over the rows that are there; of one row the row itself.
+    const float * mean(const float * all, size_t width, size_t layer, std::vector<float> & sum) const {
         const auto row = [&](size_t r) { return all + (r * t.n_layers() + layer) * width; };
-        if (!all || s.end == s.first + 1) {
-            return all ? row(s.first) : nullptr;
+        if (!all || there.size() == 1) {
+            return all ? row(there[0]) : nullptr;
         }
         sum.assign(width, 0.0f);
-        for (size_t r = s.first; r < s.end; r++) {
+        for (const size_t r : there) {
             for (size_t i = 0; i < width; i++) {
-                sum[i] += row(r)[i] / (float) (s.end - s.first);
+                sum[i] += row(r)[i] / (float) there.size();
             }
         }
         return sum.data();
     }
 
     // Of the chosen experts only: the others have none.
-    const float * scattered(const rows_of_step & s, size_t layer) {
+    const float * scattered(size_t layer) {
         probs.assign((size_t) t.n_expert(layer), 0.0f);
-        for (size_t r = s.first; r < s.end; r++) {
+        for (const size_t r : there) {
             const uint16_t * ids = ids_of(r, layer);
             for (size_t k = 0; k < rows.n_used; k++) {
                 if (ids[k] != NO_EXPERT) {
-                    probs[ids[k]] += rows.chosen_probs[(r * t.n_layers() + layer) * rows.n_used + k] / (float) (s.end - s.first);
+                    probs[ids[k]] += rows.chosen_probs[(r * t.n_layers() + layer) * rows.n_used + k] / (float) there.size();
                 }
             }
         }
         return probs.data();
     }
 
-    recording known() const {
-        recording all;
+    future known() const {
+        future all;
         all.n_passes = steps.size();
         std::vector<size_t> first(t.n_layers() + 1, 0);
         for (size_t layer = 0; layer < t.n_layers(); layer++) {
@@ -119,7 +124,7 @@ struct sequence {
     }
 
     void run() {
-        recording all;
+        future all;
         if (t.needs_future()) {
             all = known();
         }
@@ -134,10 +139,10 @@ struct sequence {
                     continue;
                 }
                 if (with_probs) {
-                    e.probs = rows.probs ? mean(rows.probs, n_expert, s, layer, probs) : rows.chosen_probs ? scattered(s, layer) : nullptr;
-                    e.hidden    = mean(rows.hidden, rows.n_embd, s, layer, hidden);
-                    e.next      = mean(rows.next, n_expert, s, layer, next);
-                    e.successor = mean(rows.successor, n_expert, s, layer, successor);
+                    e.probs = rows.probs ? mean(rows.probs, n_expert, layer, probs) : rows.chosen_probs ? scattered(layer) : nullptr;
+                    e.hidden    = mean(rows.hidden, rows.n_embd, layer, hidden);
+                    e.next      = mean(rows.next, n_expert, layer, next);
+                    e.successor = mean(rows.successor, n_expert, layer, successor);
                 }
                 tier::visit v = t.begin(std::move(e));
                 t.wait(v);

@@ -47,7 +47,7 @@ tier::tier(std::vector<tier_layer> infos, const tier_options & options, std::fun
         this->options.rule.by = by->admits();
     }
     for (const tier_layer & info : infos) {
-        layers.push_back({ info, {} });
+        layers.push_back({ info, {}, {}, {} });
     }
     if (upload && !options.inline_loads) {
         moving = std::make_unique<loader>([this](const transfer & t) { return timed_upload(t); }, [this](const transfer & t, bool loaded) { finished(t, loaded); });
@@ -118,13 +118,21 @@ void tier::request(size_t layer, const residency::insertion & i, phase when, boo
         moving->request(t, demand);
         return;
     }
+    const auto start = clock::now();
     const bool loaded = !upload || upload(t);
+    if (upload && loaded) {
+        choice.loaded(layers[layer].info.kind, (double) layers[layer].info.bytes_per_expert, seconds_since(start));
+    }
     c.n_failed += !loaded;
     if (staging) {
         stage[(size_t) (i.slot - in.n_slots(layer))].state = loaded ? staging::loaded : staging::failed;
     } else {
         in.finish(layer, i.slot, loaded);
     }
+}
+
+size_t tier::layer_of(int32_t expert) const {
+    return (size_t) (std::upper_bound(space.first.begin(), space.first.end(), expert) - space.first.begin()) - 1;
 }
 
 int32_t tier::staged_at(int32_t expert) const {
@@ -146,11 +154,22 @@ int32_t tier::free_stage(size_t from) const {
     return -1;
 }
 
+void tier::empty(staging_slot & s) {
+    if (s.state == staging::loading) {
+        return;
+    }
+    if (s.expert >= 0 && unused[(size_t) s.expert]) {
+        layers[layer_of(s.expert)].counts[(size_t) phase::decode].n_unused++;
+        unused[(size_t) s.expert] = 0;
+    }
+    s = {};
+}
+
 void tier::release_stage(visit & v) {
     if (v.uses_stage) {
         v.uses_stage = stage_taken = false;
         for (staging_slot & s : stage) {
-            s = s.state == staging::loading ? s : staging_slot {};
+            empty(s);
         }
     }
 }
@@ -238,10 +257,18 @@ void tier::stream(visit & v) {
 
 void tier::announce(const pass & s) {
     std::lock_guard<std::mutex> lock(mutex);
+    announced_tokens.assign(s.token_ids, s.token_ids + (s.token_ids ? s.n_tokens : 0));
     announced = s;
+    announced.token_ids = s.token_ids ? announced_tokens.data() : nullptr;
 }
 
-void tier::begin_sequence(const recording * known) {
+void tier::tell(size_t layer, std::vector<float> probs, std::vector<float> hidden) {
+    std::lock_guard<std::mutex> lock(mutex);
+    layers[layer].probs  = std::move(probs);
+    layers[layer].hidden = std::move(hidden);
+}
+
+void tier::begin_sequence(const future * known) {
     std::lock_guard<std::mutex> lock(mutex);
     by->begin_sequence(known);
     last_begun = SIZE_MAX;
@@ -257,19 +284,27 @@ tier::visit tier::begin(event e) {
         expert += space.first[v.layer];
     }
     if (last_begun == SIZE_MAX || v.layer <= last_begun) {
-        by->begin_pass({ announced.token_ids, v.e.n_tokens, announced.stage }, wishes);
+        const bool known = announced.n_tokens == v.e.n_tokens;   // else it was said of another batch
+        by->begin_pass({ known ? announced.token_ids : nullptr, v.e.n_tokens, announced.stage }, wishes);
         grant(v.when);
     }
     last_begun = v.layer;
     const size_t n = v.e.experts.size();
     if (by->needs_probs() && !v.e.probs) {
-        // Not known: what was chosen counts, by how many tokens chose it.
-        v.assumed.assign((size_t) space.n_expert(v.layer), 0.0f);
-        const float sum = (float) std::accumulate(v.e.n_tokens_of.begin(), v.e.n_tokens_of.end(), 0);
-        for (size_t i = 0; i < n; i++) {
-            v.assumed[(size_t) expert_of(v.layer, v.e.experts[i])] = (float) v.e.n_tokens_of[i] / sum;
+        v.probs  = std::move(layers[v.layer].probs);
+        v.hidden = std::move(layers[v.layer].hidden);
+        layers[v.layer].probs.clear();
+        layers[v.layer].hidden.clear();
+        if (v.probs.empty()) {
+            // Not known: what was chosen counts, by how many tokens chose it.
+            v.probs.assign((size_t) space.n_expert(v.layer), 0.0f);
+            const float sum = (float) std::accumulate(v.e.n_tokens_of.begin(), v.e.n_tokens_of.end(), 0);
+            for (size_t i = 0; i < n; i++) {
+                v.probs[(size_t) expert_of(v.layer, v.e.experts[i])] = (float) v.e.n_tokens_of[i] / sum;
+            }
         }
-        v.e.probs = v.assumed.data();
+        v.e.probs  = v.probs.data();
+        v.e.hidden = v.hidden.empty() ? nullptr : v.hidden.data();
     }
     v.slot.assign(n, -1);
     v.awaited.assign(n, arrival::none);
@@ -336,6 +371,9 @@ void tier::grant(phase when) {
         } else if (w.kind == wish::how::bring) {
             in.bring(w.layer, w.experts, *w.by, changes);
         } else if (!stage_taken) {
+            for (staging_slot & s : stage) {
+                empty(s);
+            }
             size_t at = 0;
             for (int32_t s = free_stage(0); s >= 0 && at < w.experts.size(); s = free_stage((size_t) s + 1), at++) {
                 stage[(size_t) s] = { w.experts[at], staging::loading };
@@ -343,11 +381,7 @@ void tier::grant(phase when) {
             }
         }
         for (const residency::insertion & i : changes) {
-            size_t layer = w.layer;
-            if (space.shared) {   // a refine of all layers
-                layer = (size_t) (std::upper_bound(space.first.begin(), space.first.end(), i.expert) - space.first.begin()) - 1;
-            }
-            request(layer, i, when, false);
+            request(layer_of(i.expert), i, when, false);   // which need not be the wish's where all share their slots
         }
     }
     wishes.clear();

@@ -7,7 +7,7 @@
 
 #include "loader.h"
 #include "miss_choice.h"
-#include "policy.h"
+#include "policies/policies.h"
 #include "residency.h"
 
 #include <array>
@@ -67,13 +67,15 @@ struct tier {
         bool                 any_awaited = false;
         bool                 left_alone = false;   // the device, though experts are there
         int32_t              n_there = 0;          // experts that are
-        std::vector<float>   assumed;             // the router's probabilities, where the event does not have them
+        std::vector<float>   probs, hidden;       // of the event, where it does not bring its own
         bool                 uses_stage = false;   // some of its experts are in staging slots: n_slots(layer) ...
     };
     // What the coming steps are made of; to be said before each step, or not at all.
     void  announce(const pass & s);
+    // What the router of a layer said, for the event of it that comes next: probabilities of its experts, and the router's input (or nothing).
+    void  tell(size_t layer, std::vector<float> probs, std::vector<float> hidden);
     // A new text: policies forget what belongs to the last one.
-    void  begin_sequence(const recording * known);
+    void  begin_sequence(const future * known);
     // `e` has the experts' numbers in their layer; the visit's event has their keys. A step begins with a layer that is not behind the last one.
     visit begin(event e);
     // Until all awaited experts are in their slots; the slot of one that failed becomes -1.
@@ -95,6 +97,8 @@ struct tier {
     // The number in its layer of an expert's key.
     int32_t       expert_of(size_t layer, int32_t key) const { return key - space.first[layer]; }
     bool          needs_probs() const { return by->needs_probs(); }
+    bool          needs_hidden() const { return by->needs_hidden(); }
+    bool          needs_tokens() const { return by->needs_tokens(); }
     bool          needs_future() const { return by->needs_future(); }
     std::vector<int32_t> residents(size_t layer) const;
     // The mode of misses now, and the rates of layers like this one, in bytes per second.
@@ -106,6 +110,7 @@ private:
     struct layer_state {
         tier_layer info;
         std::array<access_counts, 2> counts;
+        std::vector<float> probs, hidden;   // that the router has told
     };
     enum class staging : uint8_t { empty, loading, loaded, failed };
     struct staging_slot { int32_t expert = -1; staging state = staging::empty; };
@@ -115,6 +120,8 @@ private:
     bool through_stage(visit & v, size_t i, size_t & at);
     int32_t free_stage(size_t from) const;
     void release_stage(visit & v);
+    void empty(staging_slot & s);
+    size_t layer_of(int32_t expert) const;
     int32_t staged_at(int32_t expert) const;
     void bring_in(visit & v);
     void grant(phase when);
@@ -132,6 +139,7 @@ private:
     residency                in;
     std::unique_ptr<policy>  by;
     std::vector<layer_state> layers;
+    std::vector<int32_t>     announced_tokens;
     pass                     announced;
     std::vector<wish>        wishes;             // workspaces, to be empty between calls
     std::vector<residency::insertion> changes;

@@ -1,6 +1,6 @@
 // Policies that choose a set, keep it, and choose anew now and then. Where misses are computed in place, moving rarely keeps about the hit rate of LRU at a small part
 // of its traffic.
-#include "policies.h"
+#include "kinds.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -79,7 +79,7 @@ struct placement : chosen_set {
 
     void foresee_prompt(const event & e, std::vector<wish> & wishes) override { foresee(e, wishes); }
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         chosen_set::begin_sequence(known);
         std::fill(next.begin(), next.end(), early ? early : every);
     }
@@ -98,7 +98,7 @@ struct placement : chosen_set {
 struct stage : chosen_set {
     stage(const expert_space & space, const residency & in, double decay, double bonus) : chosen_set(space, in, decay, bonus) {}
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         chosen_set::begin_sequence(known);
         current = -1;
     }
@@ -118,7 +118,7 @@ struct stage : chosen_set {
 struct foresight : chosen_set {
     foresight(const expert_space & space, const residency & in, int64_t every) : chosen_set(space, in, 0, 0), every(every) {}
 
-    void begin_sequence(const recording * all) override {
+    void begin_sequence(const future * all) override {
         chosen_set::begin_sequence(all);
         known = all;
         now   = -1;
@@ -148,7 +148,7 @@ struct foresight : chosen_set {
     bool needs_future() const override { return true; }
 
     int64_t every, now = -1, until = 0;
-    const recording * known = nullptr;
+    const future * known = nullptr;
 };
 
 // The set that training text used most, from the first token on.
@@ -161,7 +161,7 @@ struct static_set : policy {
         usage = found->second.data;
     }
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         policy::begin_sequence(known);
         begun = false;
     }

@@ -1,24 +1,17 @@
-// The policies, one maker each, in the files of this folder. `text` is as in make_policy.
+// All policies by name.
 #pragma once
 
 #include "../policy.h"
-#include "parameters.h"
+
+#include <memory>
+#include <string>
 
 namespace edgemoe {
 
-struct policy_kind {
-    const char * name;
-    parameters   known;
-    std::unique_ptr<policy> (*make)(const expert_space & space, const residency & in, const parameters & p, const policy_source & from);
-};
+// `text`: a name, or name:key=value,key=value. Throws std::invalid_argument that says what was wanted.
+std::unique_ptr<policy> make_policy(const std::string & text, const expert_space & space, const residency & in, const policy_source & from = {});
 
-// use.cpp: by what was used, when and how often
-std::vector<policy_kind> use_policies();
-// placement.cpp: a set that is chosen anew now and then
-std::vector<policy_kind> placement_policies();
-// prediction.cpp: by what the router says, and what is predicted from it
-std::vector<policy_kind> prediction_policies();
-// similar.cpp: by what similar tokens or sequences used
-std::vector<policy_kind> similarity_policies();
+// Each name with its parameters and their defaults, "name:key=value,...", one per line.
+std::string describe_policies();
 
 } // namespace edgemoe

@@ -5,7 +5,7 @@
 //   spatial   [ahead, layers, experts, experts + 1]  the event 1, 2, 3 layers on (from the last layer on: of the next token) from this layer's probabilities and 1
 //   mlp1, mlp2 [ahead, layers, width, n_embd + 1], [ahead, layers, experts, width + 1]  the same from the router's input, with one hidden layer
 // All are scaled like probabilities: they add up to about 1 over the experts of a layer.
-#include "policies.h"
+#include "kinds.h"
 
 #include <algorithm>
 #include <numeric>
@@ -74,8 +74,9 @@ struct predicting : policy {
     }
 
     bool needs_probs() const override { return true; }
+    bool needs_hidden() const override { return mlp1 && mlp2; }
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         policy::begin_sequence(known);
         average.assign((size_t) space.n_all(), 0.0f);
     }
@@ -224,7 +225,7 @@ struct st_moe : policy {
         }
     }
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         policy::begin_sequence(known);
         previous.assign((size_t) space.n_all(), 0);
     }
@@ -262,7 +263,7 @@ struct step_like : predicting {
         need(spatial || (mlp1 && mlp2), "step", "a table spatial, or mlp1 and mlp2");
     }
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         predicting::begin_sequence(known);
         for (auto * success : { &time_success, &space_success }) {
             success->assign(space.n_layers(), 0.5);

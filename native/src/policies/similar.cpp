@@ -1,5 +1,5 @@
 // Policies that look for tokens or sequences of the past that were routed alike.
-#include "policies.h"
+#include "kinds.h"
 
 #include <algorithm>
 #include <cmath>
@@ -51,6 +51,7 @@ struct finemoe : policy {
     }
 
     bool needs_probs() const override { return true; }
+    bool needs_tokens() const override { return true; }
 
     void begin_pass(const pass & s, std::vector<wish> & wishes) override {
         policy::begin_pass(s, wishes);
@@ -148,7 +149,7 @@ struct moe_infinity : policy {
         }
     }
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         policy::begin_sequence(known);
         std::fill(by.score.begin(), by.score.end(), 0.0);   // visits since the sequence began
         nearest = past.shape[0];

@@ -1,5 +1,5 @@
 // Policies that go by what was used, when and how often, and the one that knows what will be.
-#include "policies.h"
+#include "kinds.h"
 
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,7 @@ struct lru : policy {
 struct lfu : policy {
     using policy::policy;
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         policy::begin_sequence(known);
         std::fill(by.score.begin(), by.score.end(), 0.0);
     }
@@ -91,7 +91,7 @@ struct frequency : policy {
 struct least_stale : policy {
     least_stale(const expert_space & space, const residency & in, size_t ahead) : policy(space, in), ahead(std::min(ahead, space.n_layers() - 1)), previous(space.n_layers()) {}
 
-    void begin_sequence(const recording * known) override {
+    void begin_sequence(const future * known) override {
         policy::begin_sequence(known);
         std::fill(previous.begin(), previous.end(), std::vector<int32_t>());
     }
@@ -138,7 +138,7 @@ struct least_stale : policy {
 struct belady : policy {
     belady(const expert_space & space, const residency & in, bool force) : policy(space, in), force(force) {}
 
-    void begin_sequence(const recording * all) override {
+    void begin_sequence(const future * all) override {
         policy::begin_sequence(all);
         known = all;
         now   = -1;
@@ -178,7 +178,7 @@ struct belady : policy {
     bool needs_future() const override { return true; }
 
     bool                force;
-    const recording *   known = nullptr;
+    const future *   known = nullptr;
     int32_t             now = -1;
     std::vector<size_t> next;   // per key: index into its steps
 };

@@ -1,0 +1,27 @@
+// The kinds of policies, family by family, in the files of this folder.
+#pragma once
+
+#include "../policy.h"
+#include "parameters.h"
+
+#include <memory>
+#include <vector>
+
+namespace edgemoe {
+
+struct policy_kind {
+    const char * name;
+    parameters   known;
+    std::unique_ptr<policy> (*make)(const expert_space & space, const residency & in, const parameters & p, const policy_source & from);
+};
+
+// use.cpp: by what was used, when and how often
+std::vector<policy_kind> use_policies();
+// placement.cpp: a set that is chosen anew now and then
+std::vector<policy_kind> placement_policies();
+// prediction.cpp: by what the router says, and what is predicted from it
+std::vector<policy_kind> prediction_policies();
+// similar.cpp: by what similar tokens or sequences used
+std::vector<policy_kind> similarity_policies();
+
+} // namespace edgemoe
