@@ -7,7 +7,8 @@ import sys
 import time
 from contextlib import suppress
 
-from edgemoe import devices, plan
+from edgemoe import devices, plan, recommendation
+from edgemoe.cache_plan import CachePlan
 from edgemoe.engine import Llama, plan_slots
 from edgemoe.errors import EdgemoeError
 from edgemoe.package import Source
@@ -38,6 +39,7 @@ def open_model(options, **further) -> Llama:
     gpu_layers = options.gpu_layers if options.gpu_layers is not None else (-1 if devices.has_gpu() or named_gpu else 0)
     with Source(options.path) as source:
         planned = plan_slots(source, options.slots, options.vram, options.device, gpu_layers, options.ctx)
+        policy = _policy(options, source, planned)
     if planned.device:
         note(planned.line())
     llm = Llama(
@@ -47,7 +49,7 @@ def open_model(options, **further) -> Llama:
         vram=options.vram,
         device=options.device,
         misses=options.misses,
-        policy=options.policy,
+        policy=policy,
         cache_options={"strict": options.strict, "most_inserts": options.most_inserts, "seed": not options.no_seed},
         n_ctx=options.ctx,
         n_threads=options.threads,
@@ -63,6 +65,22 @@ def open_model(options, **further) -> Llama:
     if llm.cache_plan.device != "CPU" and llm.cache_info() and not llm.cache_info()["pinned"]:
         note(f"{llm.cache_plan.device} offers no pinned memory (ulimit -l?): uploads take one copy more")
     return llm
+
+
+def _policy(options, source: Source, planned: CachePlan) -> str | None:
+    """The policy that was asked for, or else what edgemoe tune found for this model; None: the engine's default."""
+    if options.policy or not planned.n_slots or planned.fits_all:
+        return None if options.policy == "default" else options.policy
+    try:
+        found = recommendation.find(source, "load" if options.misses == "load" else "cpu")
+    except recommendation.RecommendationError as e:
+        note(f"edgemoe tune: {e}; the default policy is used")
+        return None
+    if found is None:
+        return None
+    other = f", which was for {found.n_slots} slots" if found.n_slots != planned.n_slots else ""
+    note(f"policy {found.policy} from edgemoe tune of {found.date}{other} (--policy default ignores it)")
+    return recommendation.policy_text(found)
 
 
 def open_session(options, llm: Llama | None = None) -> Session:

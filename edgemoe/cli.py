@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 
-from edgemoe import __version__
+from edgemoe import __version__, simulate_options
+from edgemoe.arguments import not_negative, positive, size
 from edgemoe.errors import EdgemoeError
-from edgemoe.machine import parse_bytes
 
 EXAMPLES = """examples:
   edgemoe chat model.gguf                        talk to a model (GGUF, any shard of one, or a package)
@@ -18,6 +18,8 @@ EXAMPLES = """examples:
   edgemoe plan model.gguf --vram 6G              how many experts would go onto the GPU
   edgemoe verify model.gguf                      prove that the output is llama.cpp's
   edgemoe trace model.gguf --prompts questions.txt --out t.npz   record which experts are used
+  edgemoe simulate t.npz                         what each cache policy would have done with that
+  edgemoe tune model.gguf --trace t.npz          find the best one for your prompts, for chat and run to use
   edgemoe doctor                                 is this machine set up well?
   edgemoe-convert model.gguf                     pack it: one file per expert
 """
@@ -46,17 +48,17 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model_options(run)
     command("inspect", _inspect, "show what a model is and where its bytes will go", "edgemoe inspect model.gguf --json")
     plan = command("plan", _plan, "show how many experts would go onto the GPU, without loading", "edgemoe plan model.gguf --vram 6G --ctx 8192")
-    plan.add_argument("--ctx", type=_positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
+    plan.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
     plan.add_argument("--gpu-layers", type=int, metavar="N", help="0: the dense layers stay on the CPU")
     _add_slot_options(plan)
     verify = command(
         "verify", _verify, "compare edgemoe's output with plain llama.cpp's: bit by bit with llama.cpp's kernels, within a bound with its own; exit code 1 when it differs",
         "edgemoe verify model.edgemoe --against model.gguf",
     )
-    verify.add_argument("--tokens", type=_positive, default=64, metavar="N", help="decoded tokens to compare (default %(default)s)")
+    verify.add_argument("--tokens", type=positive, default=64, metavar="N", help="decoded tokens to compare (default %(default)s)")
     verify.add_argument("-p", "--prompt", metavar="TEXT", help="prompt to compare on")
     verify.add_argument("--against", metavar="GGUF", help="for a package: the GGUF it was made from (default: its own experts, stacked again in memory)")
-    verify.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: physical cores)")
+    verify.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: physical cores)")
     verify.add_argument("--exact", action="store_true", help="with llama.cpp's kernels only: bytes, routing and placement")
     verify.add_argument(
         "--bound", type=float, default=0.1, metavar="X",
@@ -79,45 +81,25 @@ def build_parser() -> argparse.ArgumentParser:
     _add_import_options(imported)
     show = command("show", _trace_show, "check a trace and say what is in it", "edgemoe trace show t.npz", path=False, of=actions)
     show.add_argument("trace", metavar="TRACE", help="a trace (.npz)")
+    simulate_options.add_commands(commands)
     command("doctor", _doctor, "check this machine and its llama-cpp-python; each problem comes with its fix", "edgemoe doctor", path=False)
     return parser
 
 
-def _positive(text: str) -> int:
-    n = int(text)
-    if n < 1:
-        raise argparse.ArgumentTypeError(f"{n}: wanted 1 or more")
-    return n
-
-
-def _not_negative(text: str) -> int:
-    n = int(text)
-    if n < 0:
-        raise argparse.ArgumentTypeError(f"{n}: wanted 0 or more")
-    return n
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
-
-
 def _add_slot_options(group) -> None:
-    group.add_argument("--slots", type=_not_negative, metavar="N", help="expert slots per layer on the device; 0: none (default: as many as fit)")
-    group.add_argument("--vram", type=_size, metavar="SIZE", help="budget on the device for everything, such as 6G or 512M (default: what is free)")
+    group.add_argument("--slots", type=not_negative, metavar="N", help="expert slots per layer on the device; 0: none (default: as many as fit)")
+    group.add_argument("--vram", type=size, metavar="SIZE", help="budget on the device for everything, such as 6G or 512M (default: what is free)")
     group.add_argument("--device", metavar="NAME", help="device of the slots (default: the GPU with most memory free; a software device or the CPU only when named here)")
 
 
 def _add_model_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--ctx", type=_positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
-    sub.add_argument("-n", "--max-tokens", type=_positive, metavar="N", help="longest answer (default: until the context is full)")
+    sub.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
+    sub.add_argument("-n", "--max-tokens", type=positive, metavar="N", help="longest answer (default: until the context is full)")
     sub.add_argument("--system", default="", metavar="TEXT", help="system message")
     sub.add_argument("--temp", type=float, default=0.7, metavar="T", help="temperature, 0 is greedy (default %(default)s)")
     sub.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling (default %(default)s)")
     sub.add_argument("--seed", type=int, metavar="N", help="make the answer repeatable")
-    sub.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: the physical cores this process may use)")
+    sub.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the physical cores this process may use)")
     sub.add_argument("--exact", action="store_true", help="compute with llama.cpp's own kernels only: slower, bit-identical output")
     sub.add_argument("--gpu-layers", type=int, metavar="N", help="layers whose dense part goes to the GPU (default: all when there is a GPU; -1 all, 0 none)")
     sub.add_argument("--chat-format", metavar="NAME", help="chat format for a model without a template, as in llama-cpp-python: chatml, llama-3, ...")
@@ -129,17 +111,19 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
         help="experts that are in no slot: compute them on the CPU, load them, or what is faster (default %(default)s)",
     )
     cache.add_argument(
-        "--policy", metavar="NAME[:key=value,...]", help="which experts keep their slots (default: placement, or lru with --misses load; a score function of yours: FILE.py:FUNCTION)"
+        "--policy", metavar="NAME[:key=value,...]",
+        help="which experts keep their slots: see `edgemoe policies`, or FILE.py:FUNCTION for a score function of yours (default: what edgemoe tune found, or else placement, or lru with "
+        "--misses load; the word default: not what it found)",
     )
     cache.add_argument("--strict", action="store_true", help="a miss takes another's slot only if it was used more often")
-    cache.add_argument("--most-inserts", type=_not_negative, default=0, metavar="N", help="most experts that a layer takes in after one step, of its misses (default: no limit)")
+    cache.add_argument("--most-inserts", type=not_negative, default=0, metavar="N", help="most experts that a layer takes in after one step, of its misses (default: no limit)")
     cache.add_argument("--no-seed", action="store_true", help="prompts do not fill slots; only what is decoded does")
 
 
 def _add_record_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--prompts", required=True, metavar="FILE", help="a prompt per line of text, or JSON lines with a field prompt, question or problem; - reads standard input")
     sub.add_argument("--out", required=True, metavar="TRACE", help="the trace to write (.npz)")
-    sub.add_argument("--limit", type=_positive, metavar="N", help="only the first N prompts")
+    sub.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
     sub.add_argument("--full-probs", action="store_true", help="the router's probabilities of all experts, not only of those chosen")
     sub.add_argument("--hidden", action="store_true", help="also what the routers see: 2 bytes per token, layer and value of the model's width")
     sub.add_argument("--raw", action="store_true", help="continue the prompts as they stand, without the model's chat template")
@@ -150,8 +134,8 @@ def _add_record_options(sub: argparse.ArgumentParser) -> None:
 def _add_import_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("recording", metavar="SRC", help="the recording (.npz or CSV)")
     sub.add_argument("--out", required=True, metavar="TRACE", help="the trace to write (.npz)")
-    sub.add_argument("--experts", type=_positive, metavar="N", help="routed experts per layer (default: the highest number in SRC, and one)")
-    sub.add_argument("--expert-bytes", type=_size, default=0, metavar="SIZE", help="bytes of one expert, for simulations that count bytes")
+    sub.add_argument("--experts", type=positive, metavar="N", help="routed experts per layer (default: the highest number in SRC, and one)")
+    sub.add_argument("--expert-bytes", type=size, default=0, metavar="SIZE", help="bytes of one expert, for simulations that count bytes")
     sub.add_argument("--model-name", default="", metavar="NAME", help="name of the model (default: that of SRC)")
     sub.add_argument("--architecture", default="", metavar="NAME", help="its architecture as GGUF names it, such as qwen3moe")
 

@@ -10,13 +10,18 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native", "npz"},
-    {"policies", "trace", "package", "devices", "tokenizer", "probe"},
-    {"cache_plan", "trace_import", "replay", "fit"},
+    {"_native", "npz", "arguments"},
+    {"trace", "package", "devices", "tokenizer", "probe", "policies"},
+    {"cache_plan", "trace_import", "replay", "lossy", "recommendation", "fit"},
+    {"simulate", "policy_list"},
+    {"simulate_report", "simulate_plots", "tune"},
+    {"simulate_commands"},
+    {"tune_commands"},
     {"plan", "engine"},
     {"session", "verify", "doctor", "record"},
     {"chat"},
     {"trace_commands"},
+    {"simulate_options"},
     {"cli"},
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
