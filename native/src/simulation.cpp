@@ -25,6 +25,12 @@ struct sequence {
             }
             steps.back().end = r + 1;
         }
+        // A step in which nobody computes anything is none: policies do not hear of it.
+        const size_t width = t.n_layers() * rows.n_used;
+        const auto   empty = [&](const rows_of_step & s) {
+            return std::all_of(rows.ids + s.first * width, rows.ids + s.end * width, [](uint16_t id) { return id == NO_EXPERT; });
+        };
+        steps.erase(std::remove_if(steps.begin(), steps.end(), empty), steps.end());
         int32_t most = 0;
         for (size_t layer = 0; layer < t.n_layers(); layer++) {
             most = std::max(most, t.n_expert(layer));
@@ -62,36 +68,39 @@ struct sequence {
         return e;
     }
 
-    // The mean over the step's rows; of one row the row itself.
-    const float * mean(const float * all, size_t width, const rows_of_step & s, size_t layer, std::vector<float> & sum) const {
+    // The mean over the step's rows that reach the layer; of one row the row itself.
+    const float * mean(const float * all, size_t width, const rows_of_step & s, size_t layer, int64_t n_tokens, std::vector<float> & sum) const {
         const auto row = [&](size_t r) { return all + (r * t.n_layers() + layer) * width; };
         if (!all || s.end == s.first + 1) {
             return all ? row(s.first) : nullptr;
         }
         sum.assign(width, 0.0f);
         for (size_t r = s.first; r < s.end; r++) {
+            if (ids_of(r, layer)[0] == NO_EXPERT) {
+                continue;
+            }
             for (size_t i = 0; i < width; i++) {
-                sum[i] += row(r)[i] / (float) (s.end - s.first);
+                sum[i] += row(r)[i] / (float) n_tokens;
             }
         }
         return sum.data();
     }
 
     // Of the chosen experts only: the others have none.
-    const float * scattered(const rows_of_step & s, size_t layer) {
+    const float * scattered(const rows_of_step & s, size_t layer, int64_t n_tokens) {
         probs.assign((size_t) t.n_expert(layer), 0.0f);
         for (size_t r = s.first; r < s.end; r++) {
             const uint16_t * ids = ids_of(r, layer);
             for (size_t k = 0; k < rows.n_used; k++) {
                 if (ids[k] != NO_EXPERT) {
-                    probs[ids[k]] += rows.chosen_probs[(r * t.n_layers() + layer) * rows.n_used + k] / (float) (s.end - s.first);
+                    probs[ids[k]] += rows.chosen_probs[(r * t.n_layers() + layer) * rows.n_used + k] / (float) n_tokens;
                 }
             }
         }
         return probs.data();
     }
 
-    future known() const {
+    future known() {
         future all;
         all.n_passes = steps.size();
         std::vector<size_t> first(t.n_layers() + 1, 0);
@@ -101,17 +110,13 @@ struct sequence {
         all.passes_of.resize(first.back());
         for (size_t s = 0; s < steps.size(); s++) {
             all.stage.push_back(rows.stage ? rows.stage[steps[s].first] : -1);
-            for (size_t r = steps[s].first; r < steps[s].end; r++) {
-                for (size_t layer = 0; layer < t.n_layers(); layer++) {
-                    for (size_t k = 0; k < rows.n_used; k++) {
-                        const uint16_t id = ids_of(r, layer)[k];
-                        if (id < t.n_expert(layer)) {
-                            std::vector<int32_t> & uses = all.passes_of[first[layer] + id];
-                            if (uses.empty() || uses.back() != (int32_t) s) {
-                                uses.push_back((int32_t) s);
-                            }
-                        }
-                    }
+            for (size_t layer = 0; layer < t.n_layers(); layer++) {
+                const event e = event_of(steps[s], layer);
+                if (e.n_tokens > tier::MOST_DECODED) {
+                    continue;   // a prompt's hits are not what a cache is judged by
+                }
+                for (const int32_t expert : e.experts) {
+                    all.passes_of[first[layer] + (size_t) expert].push_back((int32_t) s);
                 }
             }
         }
@@ -134,10 +139,12 @@ struct sequence {
                     continue;
                 }
                 if (with_probs) {
-                    e.probs = rows.probs ? mean(rows.probs, n_expert, s, layer, probs) : rows.chosen_probs ? scattered(s, layer) : nullptr;
-                    e.hidden    = mean(rows.hidden, rows.n_embd, s, layer, hidden);
-                    e.next      = mean(rows.next, n_expert, s, layer, next);
-                    e.successor = mean(rows.successor, n_expert, s, layer, successor);
+                    const int64_t n = e.n_tokens;
+                    e.probs = rows.probs ? mean(rows.probs, n_expert, s, layer, n, probs) : rows.chosen_probs ? scattered(s, layer, n) : nullptr;
+                    e.hidden    = mean(rows.hidden, rows.n_embd, s, layer, n, hidden);
+                    e.n_embd    = rows.n_embd;
+                    e.next      = mean(rows.next, n_expert, s, layer, n, next);
+                    e.successor = mean(rows.successor, n_expert, s, layer, n, successor);
                 }
                 tier::visit v = t.begin(std::move(e));
                 t.wait(v);

@@ -57,7 +57,7 @@ struct chosen_set : policy {
 // so the first choices can come early: after `early` tokens, twice as many, and so on up to `every`.
 struct placement : chosen_set {
     placement(const expert_space & space, const residency & in, int64_t every, double decay, double bonus, int64_t early)
-        : chosen_set(space, in, decay, bonus), every(every), early(early), n_tokens(space.n_layers(), 0), next(space.n_layers(), early ? early : every) {}
+        : chosen_set(space, in, decay, bonus), every(every), early(std::min(early, every)), n_tokens(space.n_layers(), 0) {}
 
     void observe(const event & e) override {
         chosen_set::observe(e);
@@ -81,13 +81,15 @@ struct placement : chosen_set {
 
     void begin_sequence(const future * known) override {
         chosen_set::begin_sequence(known);
-        std::fill(next.begin(), next.end(), early ? early : every);
+        next.assign(space.n_layers(), early ? early : every);
+        if (early) {
+            n_tokens.assign(space.n_layers(), 0);
+        }
     }
 
     void reset() override {
         chosen_set::reset();
-        std::fill(n_tokens.begin(), n_tokens.end(), 0);
-        std::fill(next.begin(), next.end(), early ? early : every);
+        n_tokens.assign(space.n_layers(), 0);
     }
 
     int64_t every, early;
@@ -100,6 +102,7 @@ struct stage : chosen_set {
 
     void begin_sequence(const future * known) override {
         chosen_set::begin_sequence(known);
+        std::fill(recent.begin(), recent.end(), 0);   // what the last sequence ended with is no part of this one's first stage
         current = -1;
     }
 
