@@ -158,7 +158,7 @@ struct foresight : chosen_set {
 struct static_set : policy {
     static_set(const expert_space & space, const residency & in, const tables & learned) : policy(space, in) {
         const auto found = learned.find("usage");
-        if (found == learned.end() || found->second.data.size() != by.score.size()) {
+        if (found == learned.end() || found->second.shape.size() != 2 || found->second.shape[0] != space.n_layers() || found->second.data.size() != by.score.size()) {
             throw std::invalid_argument("policy static: wanted a table usage [layers, experts], which fitting on a trace makes");
         }
         usage = found->second.data;
