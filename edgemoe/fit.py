@@ -78,9 +78,7 @@ class _Rows:
                 raise TraceError(f"{t.where}: {t.n_layers} layers of {t.n_expert} experts, {t.n_used} used; {first.where} has {first.n_layers} of {first.n_expert}, {first.n_used} used")
         self.traces, self.n_layers, self.n_expert, self.n_used = traces, first.n_layers, first.n_expert, first.n_used
         self.kept = [self._decoded(t) for t in traces]
-        lengths = [np.add.reduceat(kept, t.offsets[:-1]) if len(kept) else np.zeros(0, int) for t, kept in zip(traces, self.kept)]
-        # Empty sequences add nothing; reduceat would count their neighbour's first row for them.
-        lengths = [np.where(np.diff(t.offsets) > 0, n, 0) for t, n in zip(traces, lengths)]
+        lengths = [np.diff(np.append(0, np.cumsum(kept))[t.offsets]) for t, kept in zip(traces, self.kept)]
         self.starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
         self.n_rows = int(self.starts[-1])
         if self.n_rows < 2:
