@@ -5,10 +5,15 @@ then A = hits + C, and what comes in comes as P. Where the public description of
 was read into it.
 """
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import edgemoe
 from edgemoe import _native, policies
+from edgemoe.errors import ModelFault
 from edgemoe.policies import PolicyError
 from edgemoe.replay import ABSENT, DECODE, FIELDS, PROMPT, Replay
 
@@ -213,10 +218,10 @@ def test_reading_belady_does_not_care_for_prompts():
 
 
 def test_steps_are_told_apart_where_layers_are_missing():
-    # Step 0 has layer 0 only, step 1 layer 1 only, step 2 nobody at all.
-    cache = Cache("belady", 1, n_layers=2)
-    cache.play([({0}, set()), (set(), {0}), (set(), set()), ({1}, set()), ({0}, {0}), ({1}, {0})])
-    assert cache.count("A", "hits", layer=0) == [4, 0] and cache.count("A", "hits", layer=1) == [3, 2]
+    # Step 0 has layer 0 only, step 1 layer 1 only, step 2 nobody at all. 2 takes the place of 1, which is not needed again.
+    cache = Cache("belady", 2, n_layers=2)
+    cache.play([({0}, set()), (set(), {0}), (set(), set()), ({1}, set()), ({2}, set()), ({0}, set())])
+    assert cache.count("A", "hits", layer=0) == [4, 1]
 
 
 # --- a set chosen now and then ---
@@ -556,7 +561,7 @@ def test_finemoe_counts_visits_anew_when_an_expert_returns():
 
 
 def test_finemoe_knows_after_clear_what_it_knew_at_first():
-    first, again = (Cache("finemoe", 4, n_expert=6, n_layers=4, learned={"maps": maps(0, 1) + maps(2, 2) / 2, "map_tokens": [7, 8]}) for _ in range(2))
+    first, again = (Cache("finemoe", 4, n_expert=6, n_layers=4, learned={"maps": maps(0, 1) + maps(2, 2) / 8, "map_tokens": [7, 8]}) for _ in range(2))
     again.play([({0, 2},) * 4], token_ids=[7])
     before = again.counts()
     again.clear()
@@ -670,6 +675,86 @@ def test_ctrl_c_in_a_score_function_is_ctrl_c(registered):
 def test_a_name_that_is_taken():
     with pytest.raises(PolicyError, match="^policy lru: edgemoe has one of this name$"):
         policies.register("lru")(most_used)
+
+
+# --- the example of docs/policies.md, word for word ---
+
+DOCS = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
+
+
+@pytest.fixture
+def example(tmp_path):
+    """FILE.py:function."""
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    assert len(code.splitlines()) <= 10
+    path = tmp_path / code.split()[1].rstrip(":")
+    path.write_text(code)
+    return f"{path}:likely"
+
+
+def test_docs_list_every_policy():
+    for text in policies.defaults().values():
+        assert f"`{text}`" in DOCS
+
+
+def test_the_example_in_the_simulator(example):
+    # Nobody's last use is long ago: it is the moving average, which is 0.1, 0.09 and 0.15 of 1, 0 and 2 when 3 comes.
+    cache = Cache(example, 3)
+    assert cache.play([{0}, {2}, {2}, {1}, {3}]) == {1, 2, 3}
+    assert cache.count("A", "hits", "C", "P") == [5, 1, 4, 4]
+
+
+OPTIONS = dict(n_ctx=256, n_batch=64, n_ubatch=64, n_threads=2, logits_all=True, verbose=False)
+TEXT = [*range(20, 40), *range(30, 45)]   # a prompt, then token by token
+
+
+def logits(llm):
+    llm.eval(TEXT[:20])
+    for token in TEXT[20:]:
+        llm.eval([token])
+    return llm.scores[: llm.n_tokens].copy()
+
+
+@pytest.mark.parametrize("misses", ["cpu", "load"])
+def test_the_example_in_the_engine(example, misses, models):
+    found = []
+    for options in (dict(slots=5, device="CPU", misses=misses, policy=example), {}):
+        llm = edgemoe.Llama(str(models("qwen3moe", "Q8_0")), exact=True, **options, **OPTIONS)
+        found.append(logits(llm))
+        stats = llm.expert_stats()
+        llm.close()
+        if options:
+            assert stats["n_decode_hits"] > 0 and stats["n_evicted"] > 0
+            assert stats["n_decode_accesses"] == stats["n_decode_hits"] + stats["n_decode_demand"] + stats["n_decode_computed"]
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("body, message", [
+    ("return 1 / 0", "ZeroDivisionError: division by zero"),
+    ("return usage.count[:-1]", "its score function returned (15,), wanted 16 finite numbers"),
+])
+def test_a_score_function_that_fails_in_the_engine(body, message, models, tmp_path):
+    path = tmp_path / "failing.py"
+    path.write_text(f"def score(usage):\n    {body}\n")
+    gguf = models("qwen3moe", "Q8_0")
+    llm = edgemoe.Llama(str(gguf), slots=5, device="CPU", policy=str(path), **OPTIONS)
+    for _ in range(2):   # from the first decoded token on
+        with pytest.raises(ModelFault) as error:
+            logits(llm)
+        assert str(error.value) == f"{gguf}: policy {path}: {message}"
+    llm.close()
+
+
+@pytest.mark.parametrize("text, wanted", [
+    (None, "no such file"), ("def other(usage): pass", "no function score"), ("score = 3", "no function score"), ("1 / 0", "ZeroDivisionError: division by zero"), ("def", "SyntaxError: "),
+])
+def test_files_without_a_score_function(text, wanted, tmp_path):
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(PolicyError) as error:
+        policies.policy(str(path))
+    assert str(error.value).startswith(f"{path}: {wanted}") and "\n" not in str(error.value)
 
 
 # --- what is refused, in one line ---
