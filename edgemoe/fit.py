@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ N_AHEAD = 3
 N_MAPS = 1000
 N_SEQUENCES = 100
 RIDGE = 1e-3  # of the mean square of the inputs
+ONE_THREAD = 2**18  # multiplications; OpenBLAS wakes its threads for more
 N_HIDDEN = 64  # width of the perceptrons
 EPOCHS, RATE, BATCH = 4, 2e-3, 256
 
@@ -76,9 +78,7 @@ class _Rows:
                 raise TraceError(f"{t.where}: {t.n_layers} layers of {t.n_expert} experts, {t.n_used} used; {first.where} has {first.n_layers} of {first.n_expert}, {first.n_used} used")
         self.traces, self.n_layers, self.n_expert, self.n_used = traces, first.n_layers, first.n_expert, first.n_used
         self.kept = [self._decoded(t) for t in traces]
-        lengths = [np.add.reduceat(kept, t.offsets[:-1]) if len(kept) else np.zeros(0, int) for t, kept in zip(traces, self.kept)]
-        # Empty sequences add nothing; reduceat would count their neighbour's first row for them.
-        lengths = [np.where(np.diff(t.offsets) > 0, n, 0) for t, n in zip(traces, lengths)]
+        lengths = [np.diff(np.append(0, np.cumsum(kept))[t.offsets]) for t, kept in zip(traces, self.kept)]
         self.starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
         self.n_rows = int(self.starts[-1])
         if self.n_rows < 2:
@@ -86,7 +86,10 @@ class _Rows:
         self.has_hidden = all(t.hidden is not None for t in traces)
         last = np.zeros(self.n_rows, bool)
         last[self.starts[1:][np.diff(self.starts) > 0] - 1] = True
-        self.last = last  # rows without a next token
+        self.now = np.flatnonzero(~last)  # rows with a next token, which is the row after them
+        # A layer is looked at as the one that predicts and, before and after, as one that is predicted.
+        self.used = lru_cache(maxsize=N_AHEAD + 2)(self._used)
+        self.probs = lru_cache(maxsize=1)(self._probs)
 
     @staticmethod
     def _decoded(t) -> np.ndarray:
@@ -96,18 +99,18 @@ class _Rows:
     def column(self, name: str, layer: int) -> np.ndarray:
         return np.concatenate([np.asarray(getattr(t, name)[:, layer])[kept] for t, kept in zip(self.traces, self.kept)])
 
-    def used(self, layer: int) -> np.ndarray:
-        """bool [rows, E]"""
-        found = np.zeros((self.n_rows, self.n_expert + 1), bool)
+    def _used(self, layer: int) -> np.ndarray:
+        """float32 [rows, E]: 1 where the row used the expert."""
+        found = np.zeros((self.n_rows, self.n_expert + 1), np.float32)
         ids = self.column("ids", layer).astype(np.int64)
-        np.put_along_axis(found, np.minimum(ids, self.n_expert), True, 1)  # the last column is for absent ones
+        np.put_along_axis(found, np.minimum(ids, self.n_expert), 1, 1)  # the last column is for absent ones
         return found[:, : self.n_expert]
 
-    def probs(self, layer: int) -> np.ndarray:
+    def _probs(self, layer: int) -> np.ndarray:
         """float32 [rows, E]; of the chosen only, where the trace has no others; equal shares where it has none."""
         if any(t.probs is None for t in self.traces):
             used = self.used(layer)
-            return used / np.maximum(1, used.sum(1, keepdims=True, dtype=np.float32))
+            return used / np.maximum(1, used.sum(1, keepdims=True))
         values = self.column("probs", layer).astype(np.float32)
         if values.shape[1] == self.n_expert:
             return values
@@ -120,46 +123,53 @@ class _Rows:
 
 
 def _usage(data: _Rows, rng) -> dict:
-    return {"usage": np.stack([data.used(layer).sum(0) for layer in range(data.n_layers)])}
+    return {"usage": np.stack([data.used(layer).sum(0, dtype=np.float64) for layer in range(data.n_layers)])}
 
 
-def _next_layer(data: _Rows, layer: int, ahead: int) -> tuple[np.ndarray, np.ndarray]:
-    """What is used `ahead` layers on, and for which rows that is known: from the last layer on it is the next token's."""
-    used, valid = data.used((layer + ahead) % data.n_layers), np.ones(data.n_rows, bool)
-    if layer + ahead >= data.n_layers:
-        used, valid = np.roll(used, -1, 0), ~data.last
-    return used, valid
+def _ahead(data: _Rows, x: np.ndarray, layer: int, ahead: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of x for which it is known what is used `ahead` layers on, and that; from the last layer on it is the next token's."""
+    used = data.used((layer + ahead) % data.n_layers)
+    return (x, used) if layer + ahead < data.n_layers else (x[data.now], used[data.now + 1])
 
 
 def _follow(data: _Rows, rng) -> dict:
     tables = []
     for layer in range(data.n_layers):
-        now, (then, valid) = data.used(layer), _next_layer(data, layer, 1)
-        both = now[valid].T.astype(np.float32) @ then[valid].astype(np.float32)
-        tables.append(both / np.maximum(1, now[valid].sum(0))[:, None])
+        now, then = _ahead(data, data.used(layer), layer, 1)
+        tables.append(_product(now, then) / np.maximum(1, now.sum(0, dtype=np.float64))[:, None])
     return {"follow": np.stack(tables)}
 
 
 def _moving_average(data: _Rows, x: np.ndarray) -> np.ndarray:
     """Over the rows of each sequence, from 0 on, each row included."""
-    average = np.zeros_like(x)
-    lengths = np.diff(data.starts)
-    state = np.zeros((len(lengths), x.shape[1]), np.float32)
-    for t in range(int(lengths.max())):  # all sequences in step
-        running = np.flatnonzero(lengths > t)
-        rows = data.starts[running] + t
-        state[running] = AVERAGE_DECAY * state[running] + (1 - AVERAGE_DECAY) * x[rows]
-        average[rows] = state[running]
+    place = np.arange(data.n_rows) - np.repeat(data.starts[:-1], np.diff(data.starts))
+    average = x * np.float32(1 - AVERAGE_DECAY)
+    # 1 + d + d^2 + ... = (1 + d)(1 + d^2)(1 + d^4)...: each round doubles how far back a row reaches, until what lies there does not count any more.
+    back = 1
+    while back <= place.max() and AVERAGE_DECAY**back > 1e-9:
+        average[back:] += average[:-back] * np.where(place[back:] >= back, AVERAGE_DECAY**back, 0).astype(np.float32)[:, None]
+        back *= 2
     return average
 
 
+def _product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x.T @ y, float64. Small ones in pieces that BLAS gives to one thread each: beside other programs its threads wait for each other for much longer than they compute. The
+    worst is its routine for a matrix by itself, which NumPy would call for x.T @ x."""
+    n = ONE_THREAD // (x.shape[1] * y.shape[1])
+    if n < 32:
+        return (x.T @ (y.copy() if y is x else y)).astype(np.float64)
+    whole = len(x) // n * n
+    pieces = np.matmul(x[:whole].reshape(-1, n, x.shape[1]).transpose(0, 2, 1), y[:whole].reshape(-1, n, y.shape[1]))
+    return pieces.sum(0, dtype=np.float64) + x[whole:].T @ y[whole:]
+
+
 def _regress(x: np.ndarray, y: np.ndarray, n_used: int) -> np.ndarray:
-    """[E, inputs + 1]: ridge regression of y / n_used on (x, 1)."""
+    """[outputs, inputs + 1]: ridge regression of y / n_used on (x, 1)."""
     x = np.concatenate([x, np.ones((len(x), 1), np.float32)], 1)
-    square = (x.T @ x).astype(np.float64)
+    square = _product(x, x)
     penalty = RIDGE * max(np.trace(square) / len(square), 1e-12) * np.eye(len(square))
     penalty[-1, -1] = 0  # the constant is free
-    return np.linalg.solve(square + penalty + 1e-9 * np.eye(len(square)), (x.T @ y.astype(np.float32)).astype(np.float64)).T / n_used
+    return np.linalg.solve(square + penalty + 1e-9 * np.eye(len(square)), _product(x, y)).T / n_used
 
 
 def _temporal(data: _Rows, rng) -> dict:
@@ -167,17 +177,18 @@ def _temporal(data: _Rows, rng) -> dict:
     for layer in range(data.n_layers):
         x = data.probs(layer)
         x = np.concatenate([x, _moving_average(data, x)], 1)
-        tables.append(_regress(x[~data.last], np.roll(data.used(layer), -1, 0)[~data.last], data.n_used))
+        tables.append(_regress(x[data.now], data.used(layer)[data.now + 1], data.n_used))
     return {"temporal": np.stack(tables)}
 
 
 def _spatial(data: _Rows, rng) -> dict:
     table = np.zeros((N_AHEAD, data.n_layers, data.n_expert, data.n_expert + 1), np.float32)
     for layer in range(data.n_layers):
-        x = data.probs(layer)
-        for ahead in range(1, N_AHEAD + 1):
-            y, valid = _next_layer(data, layer, ahead)
-            table[ahead - 1, layer] = _regress(x[valid], y[valid], data.n_used)
+        within = range(1, min(N_AHEAD, data.n_layers - 1 - layer) + 1)  # of the same token: they share their input
+        for group in filter(len, (within, range(len(within) + 1, N_AHEAD + 1))):
+            known = [_ahead(data, data.probs(layer), layer, ahead) for ahead in group]
+            found = _regress(known[0][0], np.concatenate([y for _, y in known], 1), data.n_used)
+            table[group[0] - 1 : group[-1], layer] = found.reshape(len(group), data.n_expert, -1)
     return {"spatial": table}
 
 
@@ -190,8 +201,8 @@ def _perceptrons(data: _Rows, rng) -> dict:
         x = data.column("hidden", layer).astype(np.float32)
         scale = np.sqrt((x**2).mean()) + 1e-9
         for ahead in range(1, N_AHEAD + 1):
-            y, valid = _next_layer(data, layer, ahead)
-            w1, w2 = _train(x[valid] / scale, y[valid].astype(np.float32) / data.n_used, rng)
+            known, y = _ahead(data, x, layer, ahead)
+            w1, w2 = _train(known / scale, y / data.n_used, rng)
             w1[:, :-1] /= scale
             first[ahead - 1, layer], second[ahead - 1, layer] = w1, w2
     return {"mlp1": first, "mlp2": second}

@@ -45,7 +45,7 @@ class PolicyError(EdgemoeError):
 
 @dataclass
 class Usage:
-    """What a score function may go by: one layer, after one of its events. Arrays are read-only, [n_expert]."""
+    """What a score function may go by: one layer, after one of its events. Arrays are [n_expert], and the function's own."""
 
     layer: int
     n_events: int  # of the whole model, this one included
@@ -115,8 +115,10 @@ class Policy:
         ffi, _ = _native.load()
 
         def array(pointer, n_bytes, dtype):
-            return np.frombuffer(ffi.buffer(pointer, n_expert * n_bytes), dtype)
+            return np.frombuffer(ffi.buffer(pointer, n_expert * n_bytes), dtype).copy()  # the library's is overwritten by the next event
 
+        if self.error:
+            return  # whoever runs the events will hear of it when they are over
         result = self.score(Usage(layer, n_events, array(last_use, 8, np.uint64), array(n_uses, 8, np.uint64), array(probs, 4, np.float32)))
         result = np.asarray(result, np.float64)
         if result.shape != (n_expert,) or not np.isfinite(result).all():
@@ -126,8 +128,10 @@ class Policy:
     def _failed(self, kind, error, trace):
         self.error = self.error or error
 
-    def failure(self) -> PolicyError:
-        """What a score function has raised inside the library, which could not pass it on."""
+    def failure(self) -> BaseException:
+        """What a score function has raised inside the library, which could not pass it on. Ctrl-C is itself."""
+        if not isinstance(self.error, Exception):
+            return self.error
         return self.error if isinstance(self.error, PolicyError) else PolicyError(f"policy {self.text}: {type(self.error).__name__}: {self.error}")
 
 

@@ -47,7 +47,7 @@ class Layer:
             self.learn(n_tokens_of, n_tokens)
         if self.misses == "load" and phase == "decode" and len(n_tokens_of) <= self.n_slots:
             n_free = 0 if self.stage_taken else self.n_staging
-            for e in sorted(n_tokens_of.keys() - hits):
+            for e in sorted(n_tokens_of.keys() - hits, key=lambda e: (-n_tokens_of[e], e)):
                 if self.insert(e, "demand", phase, n_tokens_of, lambda evicted: evicted is None or self.policy == "lru" and self.admits(e, evicted)):
                     loaded.add(e)
                 elif len(staged) < n_free:

@@ -28,7 +28,7 @@ struct pass {
 // A sequence of which all is known, for policies that cheat. Steps are numbered from 0 in the order of begin_pass.
 struct future {
     size_t               n_passes = 0;
-    std::vector<std::vector<int32_t>> passes_of;   // per key: the steps that use it, ascending
+    std::vector<std::vector<int32_t>> passes_of;   // per key: the steps that use it, ascending; without prompts
     std::vector<int32_t> stage;                   // per step
 };
 

@@ -31,6 +31,7 @@ struct event {
     const float *        probs = nullptr;
     // The router's input, the mean over the tokens; what learned heads say about this layer's next event, and about the next layer.
     const float *        hidden = nullptr, * next = nullptr, * successor = nullptr;
+    size_t               n_embd = 0;   // of hidden
 };
 
 // What victims are chosen by, per key: the lowest score goes; of equal ones the least recently used, then the lower key.

@@ -26,6 +26,12 @@ struct sequence {
             }
             steps.back().end = r + 1;
         }
+        // A step in which nobody computes anything is none: policies do not hear of it.
+        const size_t width = t.n_layers() * rows.n_used;
+        const auto   empty = [&](const rows_of_step & s) {
+            return std::all_of(rows.ids + s.first * width, rows.ids + s.end * width, [](uint16_t id) { return id == NO_EXPERT; });
+        };
+        steps.erase(std::remove_if(steps.begin(), steps.end(), empty), steps.end());
         int32_t most = 0;
         for (size_t layer = 0; layer < t.n_layers(); layer++) {
             most = std::max(most, t.n_expert(layer));
@@ -96,7 +102,7 @@ struct sequence {
         return probs.data();
     }
 
-    future known() const {
+    future known() {
         future all;
         all.n_passes = steps.size();
         std::vector<size_t> first(t.n_layers() + 1, 0);
@@ -106,17 +112,13 @@ struct sequence {
         all.passes_of.resize(first.back());
         for (size_t s = 0; s < steps.size(); s++) {
             all.stage.push_back(rows.stage ? rows.stage[steps[s].first] : -1);
-            for (size_t r = steps[s].first; r < steps[s].end; r++) {
-                for (size_t layer = 0; layer < t.n_layers(); layer++) {
-                    for (size_t k = 0; k < rows.n_used; k++) {
-                        const uint16_t id = ids_of(r, layer)[k];
-                        if (id < t.n_expert(layer)) {
-                            std::vector<int32_t> & uses = all.passes_of[first[layer] + id];
-                            if (uses.empty() || uses.back() != (int32_t) s) {
-                                uses.push_back((int32_t) s);
-                            }
-                        }
-                    }
+            for (size_t layer = 0; layer < t.n_layers(); layer++) {
+                const event e = event_of(steps[s], layer);
+                if (e.n_tokens > tier::MOST_DECODED) {
+                    continue;   // a prompt's hits are not what a cache is judged by
+                }
+                for (const int32_t expert : e.experts) {
+                    all.passes_of[first[layer] + (size_t) expert].push_back((int32_t) s);
                 }
             }
         }
@@ -141,6 +143,7 @@ struct sequence {
                 if (with_probs) {
                     e.probs = rows.probs ? mean(rows.probs, n_expert, layer, probs) : rows.chosen_probs ? scattered(layer) : nullptr;
                     e.hidden    = mean(rows.hidden, rows.n_embd, layer, hidden);
+                    e.n_embd    = rows.n_embd;
                     e.next      = mean(rows.next, n_expert, layer, next);
                     e.successor = mean(rows.successor, n_expert, layer, successor);
                 }

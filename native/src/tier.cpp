@@ -181,11 +181,23 @@ bool tier::through_stage(visit & v, size_t i, size_t & at) {
         return false;
     }
     at = (size_t) s + 1;
+    empty(stage[(size_t) s]);
     stage[(size_t) s] = { v.e.experts[i], staging::loading };
     stage_taken = v.uses_stage = v.any_awaited = true;
     v.awaited[i] = arrival::staged;
     request(v.layer, { v.e.experts[i], in.n_slots(v.layer) + s, -1 }, v.when, true);
     return true;
+}
+
+// Places in the event in the order in which misses come in: the most used first, since of these most is to be expected; where scores decide who comes in, the best.
+std::vector<size_t> tier::by_worth(const visit & v) const {
+    const bool by_score = v.when == phase::decode && options.rule.by == admission::rule::scored_higher;
+    std::vector<size_t> order(v.e.experts.size());
+    std::iota(order.begin(), order.end(), (size_t) 0);
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+        return by_score ? by->by.lower(v.e.experts[b], v.e.experts[a]) : v.e.n_tokens_of[a] > v.e.n_tokens_of[b];
+    });
+    return order;
 }
 
 // Turns misses into demand loads, as far as the mode wants and the slots allow.
@@ -202,9 +214,9 @@ void tier::demand(visit & v) {
     const bool stage_is_free = !stage_taken;
     size_t next_stage = 0;
     in.protect(v.e.experts);
-    for (size_t i = 0; i < n_experts && n_to_load > 0; i++) {
+    for (const size_t i : by_worth(v)) {
         const int32_t expert = v.e.experts[i];
-        if (v.slot[i] >= 0) {
+        if (n_to_load == 0 || v.slot[i] >= 0) {
             continue;
         }
         if (in.present(expert)) {
@@ -238,15 +250,12 @@ void tier::stream(visit & v) {
     }
     const tier_layer & info = layers[v.layer].info;
     std::vector<size_t> missing;
-    for (size_t i = 0; i < v.slot.size(); i++) {
+    std::vector<int32_t> n_tokens_of;
+    for (const size_t i : by_worth(v)) {
         if (v.slot[i] < 0) {
             missing.push_back(i);
+            n_tokens_of.push_back(v.e.n_tokens_of[i]);
         }
-    }
-    std::stable_sort(missing.begin(), missing.end(), [&](size_t a, size_t b) { return v.e.n_tokens_of[a] > v.e.n_tokens_of[b]; });
-    std::vector<int32_t> n_tokens_of;
-    for (const size_t i : missing) {
-        n_tokens_of.push_back(v.e.n_tokens_of[i]);
     }
     const int32_t most = std::min((int32_t) missing.size(), (int32_t) stage.size());
     const double  rate = choice.load_rate(info.kind);
@@ -260,6 +269,7 @@ void tier::announce(const pass & s) {
     announced_tokens.assign(s.token_ids, s.token_ids + (s.token_ids ? s.n_tokens : 0));
     announced = s;
     announced.token_ids = s.token_ids ? announced_tokens.data() : nullptr;
+    last_begun = SIZE_MAX;   // whatever layer comes next
 }
 
 void tier::tell(size_t layer, std::vector<float> probs, std::vector<float> hidden) {
@@ -304,7 +314,10 @@ tier::visit tier::begin(event e) {
             }
         }
         v.e.probs  = v.probs.data();
-        v.e.hidden = v.hidden.empty() ? nullptr : v.hidden.data();
+        if (!v.hidden.empty()) {
+            v.e.hidden = v.hidden.data();
+            v.e.n_embd = v.hidden.size();
+        }
     }
     v.slot.assign(n, -1);
     v.awaited.assign(n, arrival::none);
@@ -393,22 +406,13 @@ void tier::bring_in(visit & v) {
         release_stage(v);
         return;   // what is there stays, for the next time that it is tried
     }
-    // Misses, the most used first: of these most is to be expected.
-    std::vector<std::pair<int32_t, int32_t>> order;   // minus the tokens, the expert
-    for (size_t i = 0; i < v.e.experts.size(); i++) {
-        if (!in.present(v.e.experts[i])) {
-            order.push_back({ -v.e.n_tokens_of[i], v.e.experts[i] });
-        }
-    }
-    std::sort(order.begin(), order.end());
     std::vector<int32_t> missing;
-    for (const auto & [minus, expert] : order) {
-        missing.push_back(expert);
+    for (const size_t i : by_worth(v)) {
+        if (!in.present(v.e.experts[i])) {
+            missing.push_back(v.e.experts[i]);
+        }
     }
     if (v.when == phase::decode && by->admits_misses() && !missing.empty()) {
-        if (options.rule.by == admission::rule::scored_higher) {
-            std::sort(missing.begin(), missing.end(), [&](int32_t a, int32_t b) { return by->by.lower(b, a); });
-        }
         changes.clear();
         in.update(v.e, missing, by->by, options.rule, by->keeps_members(), changes);
         for (const residency::insertion & i : changes) {

@@ -115,6 +115,7 @@ private:
     enum class staging : uint8_t { empty, loading, loaded, failed };
     struct staging_slot { int32_t expert = -1; staging state = staging::empty; };
 
+    std::vector<size_t> by_worth(const visit & v) const;
     void demand(visit & v);
     void stream(visit & v);
     bool through_stage(visit & v, size_t i, size_t & at);

@@ -4,7 +4,9 @@
 #include "../policy.h"
 #include "parameters.h"
 
+#include <algorithm>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 namespace edgemoe {
@@ -14,6 +16,16 @@ struct policy_kind {
     parameters   known;
     std::unique_ptr<policy> (*make)(const expert_space & space, const residency & in, const parameters & p, const policy_source & from);
 };
+
+// What is learned has the same number of experts for all layers.
+inline void need_equal_layers(const expert_space & space, const std::string & name) {
+    for (size_t layer = 1; layer < space.n_layers(); layer++) {
+        if (space.n_expert(layer) != space.n_expert(0)) {
+            throw std::invalid_argument("policy " + name + ": layer " + std::to_string(layer) + " has " + std::to_string(space.n_expert(layer)) + " experts, wanted " +
+                std::to_string(space.n_expert(0)) + " as in the first");
+        }
+    }
+}
 
 // use.cpp: by what was used, when and how often
 std::vector<policy_kind> use_policies();

@@ -58,7 +58,7 @@ struct chosen_set : policy {
 // (docs/results/policies.md).
 struct placement : chosen_set {
     placement(const expert_space & space, const residency & in, int64_t every, double decay, double bonus, int64_t early)
-        : chosen_set(space, in, decay, bonus), every(every), early(early), n_tokens(space.n_layers(), 0), next(space.n_layers(), early) {}
+        : chosen_set(space, in, decay, bonus), every(every), early(std::min(early, every)), n_tokens(space.n_layers(), 0) {}
 
     void observe(const event & e) override {
         chosen_set::observe(e);
@@ -82,13 +82,15 @@ struct placement : chosen_set {
 
     void begin_sequence(const future * known) override {
         chosen_set::begin_sequence(known);
-        std::fill(next.begin(), next.end(), early);
+        next.assign(space.n_layers(), early ? early : every);
+        if (early) {
+            n_tokens.assign(space.n_layers(), 0);
+        }
     }
 
     void reset() override {
         chosen_set::reset();
-        std::fill(n_tokens.begin(), n_tokens.end(), 0);
-        std::fill(next.begin(), next.end(), early);
+        n_tokens.assign(space.n_layers(), 0);
     }
 
     int64_t every, early;
@@ -101,6 +103,7 @@ struct stage : chosen_set {
 
     void begin_sequence(const future * known) override {
         chosen_set::begin_sequence(known);
+        std::fill(recent.begin(), recent.end(), 0);   // what the last sequence ended with is no part of this one's first stage
         current = -1;
     }
 
@@ -156,7 +159,7 @@ struct foresight : chosen_set {
 struct static_set : policy {
     static_set(const expert_space & space, const residency & in, const tables & learned) : policy(space, in) {
         const auto found = learned.find("usage");
-        if (found == learned.end() || found->second.data.size() != by.score.size()) {
+        if (found == learned.end() || found->second.shape.size() != 2 || found->second.shape[0] != space.n_layers() || found->second.data.size() != by.score.size()) {
             throw std::invalid_argument("policy static: wanted a table usage [layers, experts], which fitting on a trace makes");
         }
         usage = found->second.data;
@@ -191,7 +194,7 @@ std::vector<policy_kind> placement_policies() {
         { "placement", { { "every", { 8, 1, 1e9 } }, { "decay", { 0.9, 0, 1 } }, { "bonus", { 1, 0, 1e9 } }, { "early", { 2, 0, 1e9 } } },
           [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
               const int64_t every = (int64_t) p.at("every").value, early = (int64_t) p.at("early").value;
-              return std::make_unique<placement>(s, in, every, p.at("decay").value, p.at("bonus").value, early ? std::min(early, every) : every);
+              return std::make_unique<placement>(s, in, every, p.at("decay").value, p.at("bonus").value, early);
           } },
         { "stage", { { "decay", { 0, 0, 1 } }, { "bonus", { 0, 0, 1e9 } } },
           [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {

@@ -29,7 +29,7 @@ static void affine(const table & t, size_t matrix, const float * x, std::vector<
     }
 }
 
-// What a table must be like: 0 stands for any size.
+// What a table must be like: 0 stands for any size but none.
 static const table * fitting(const tables & learned, const std::string & name, const std::vector<uint64_t> & shape) {
     const auto found = learned.find(name);
     if (found == learned.end()) {
@@ -37,7 +37,7 @@ static const table * fitting(const tables & learned, const std::string & name, c
     }
     bool fits = found->second.shape.size() == shape.size();
     for (size_t i = 0; i < shape.size() && fits; i++) {
-        fits = shape[i] == 0 || found->second.shape[i] == shape[i];
+        fits = shape[i] == 0 ? found->second.shape[i] > 0 : found->second.shape[i] == shape[i];
     }
     if (!fits) {
         throw std::invalid_argument("table " + name + " was fitted to another model");
@@ -67,10 +67,11 @@ static std::vector<int32_t> best_of(const std::vector<float> & score, int32_t fi
 struct predicting : policy {
     predicting(const expert_space & space, const residency & in, const policy_source & from) : policy(space, in) {
         const uint64_t layers = space.n_layers(), experts = (uint64_t) space.n_expert(0);
+        need_equal_layers(space, "with predictions");
         temporal = fitting(learned_of(from), "temporal", { layers, experts, 2 * experts + 1 });
         spatial  = fitting(learned_of(from), "spatial", { 0, layers, experts, experts + 1 });
         mlp1     = fitting(learned_of(from), "mlp1", { 0, layers, 0, 0 });
-        mlp2     = fitting(learned_of(from), "mlp2", { 0, layers, experts, 0 });
+        mlp2     = mlp1 ? fitting(learned_of(from), "mlp2", { mlp1->shape[0], layers, experts, mlp1->shape[2] + 1 }) : nullptr;
     }
 
     bool needs_probs() const override { return true; }
@@ -102,6 +103,10 @@ struct predicting : policy {
             return;
         }
         const size_t n = (size_t) space.n_expert(e.layer);
+        if (!temporal) {
+            y.assign(n, 0.0f);   // a head that says nothing
+            return;
+        }
         input.assign(e.probs, e.probs + n);
         input.insert(input.end(), average.begin() + space.first[e.layer], average.begin() + space.first[e.layer + 1]);
         affine(*temporal, e.layer, input.data(), y);
@@ -112,18 +117,20 @@ struct predicting : policy {
         const size_t matrix = (ahead - 1) * space.n_layers() + e.layer;
         if (ahead == 1 && e.successor) {
             y.assign(e.successor, e.successor + space.n_expert((e.layer + 1) % space.n_layers()));
-        } else if (mlp1 && mlp2 && e.hidden) {
+        } else if (mlp1 && mlp2 && e.hidden && e.n_embd + 1 == mlp1->shape[3]) {
             affine(*mlp1, matrix, e.hidden, inner);
             for (float & x : inner) {
                 x = std::max(x, 0.0f);
             }
             affine(*mlp2, matrix, inner.data(), y);
-        } else {
+        } else if (spatial && ahead <= spatial->shape[0]) {
             affine(*spatial, matrix, e.probs, y);
+        } else {
+            y.assign((size_t) space.n_expert((e.layer + ahead) % space.n_layers()), 0.0f);   // nothing is known
         }
     }
 
-    size_t n_ahead() const { return mlp1 && mlp2 ? mlp1->shape[0] : spatial ? spatial->shape[0] : 1; }
+    size_t n_ahead(const event & e) const { return mlp1 && mlp2 && e.hidden ? mlp1->shape[0] : spatial ? spatial->shape[0] : 1; }
 
     const table * temporal, * spatial, * mlp1, * mlp2;
     std::vector<float> average, input, inner, predicted;
@@ -155,6 +162,9 @@ struct router_scores : predicting {
         }
         const size_t layer = (e.layer + 1) % space.n_layers(), first = (size_t) space.first[layer];
         predict_ahead(e, 1, predicted);
+        if (space.shared) {
+            before = by;   // victims may be of any layer
+        }
         for (size_t i = 0; i < predicted.size(); i++) {
             before.score[first + i]    = by.score[first + i] + (double) predicted[i];
             before.last_use[first + i] = by.last_use[first + i];
@@ -176,13 +186,11 @@ struct promoe : predicting {
     }
 
     void foresee(const event & e, std::vector<wish> & wishes) override {
-        for (size_t d = 1; d <= std::min<size_t>(3, n_ahead()) && e.layer + d < space.n_layers(); d++) {
+        for (size_t d = 1; d <= std::min<size_t>(3, n_ahead(e)) && e.layer + d < space.n_layers(); d++) {
             predict_ahead(e, d, predicted);
             wish w = { wish::how::bring, e.layer + d, best_of(predicted, space.first[e.layer + d], k ? k : e.experts.size()), &by };
             for (const int32_t expert : w.experts) {
-                if (in.present(expert)) {
-                    by.last_use[(size_t) expert] = n_events;
-                }
+                by.last_use[(size_t) expert] = n_events;
             }
             wishes.push_back(std::move(w));
         }
@@ -219,6 +227,7 @@ struct mixtral_offloading : predicting {
 struct st_moe : policy {
     st_moe(const expert_space & space, const residency & in, const policy_source & from, double weight, size_t k) : policy(space, in), weight(weight), k(k) {
         const uint64_t experts = (uint64_t) space.n_expert(0);
+        need_equal_layers(space, "st-moe");
         follow = fitting(learned_of(from), "follow", { space.n_layers(), experts, experts });
         if (!follow) {
             throw std::invalid_argument("policy st-moe: wanted a table follow, which fitting on a trace makes");

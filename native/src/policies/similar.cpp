@@ -16,6 +16,7 @@ static const table & stored(const policy_source & from, const char * policy, con
 }
 
 static void check_shape(const table & t, const expert_space & space, const char * policy, const char * name) {
+    need_equal_layers(space, policy);
     if (t.shape[1] != space.n_layers() || t.shape[2] != (uint64_t) space.n_expert(0)) {
         throw std::invalid_argument(std::string("policy ") + policy + ": table " + name + " was fitted to another model");
     }
@@ -33,6 +34,9 @@ struct finemoe : policy {
         check_shape(maps, space, "finemoe", "maps");
         const table & tokens = stored(from, "finemoe", "map_tokens", 1);
         n = maps.shape[0];
+        if (tokens.shape[0] != n) {
+            throw std::invalid_argument("policy finemoe: table map_tokens has " + std::to_string(tokens.shape[0]) + " tokens, wanted one for each of " + std::to_string(n) + " maps");
+        }
         n_expert = maps.shape[2];
         // Turned over, so that all maps are compared with one probability in one go.
         by_expert.resize(maps.data.size());
@@ -105,7 +109,16 @@ struct finemoe : policy {
         }
     }
 
-    void inserted(int32_t expert) override { visits[(size_t) expert] = 0; }
+    void inserted(int32_t expert) override {
+        visits[(size_t) expert]   = 0;
+        by.score[(size_t) expert] = 0;
+    }
+
+    void reset() override {
+        policy::reset();
+        std::fill(visits.begin(), visits.end(), 0);
+        k = 1;
+    }
 
     // The most probable of a row of the map: at least as many as a token uses, while their probabilities are above the mean of the row, and the step's budget lasts.
     void want(size_t layer, size_t least, std::vector<wish> & wishes) {
@@ -210,8 +223,14 @@ struct moe_infinity : policy {
         }
         const size_t n_wanted = std::min(wanted.size(), k ? k : e.experts.size());
         std::partial_sort(wanted.begin(), wanted.begin() + (std::ptrdiff_t) n_wanted, wanted.end());
+        // One wish per pool: what comes in by one would be the first to go by the next.
+        std::map<size_t, wish> of_pool;
         for (size_t i = 0; i < n_wanted; i++) {
-            wishes.push_back({ wish::how::bring, (size_t) wanted[i].second / n_expert, { wanted[i].second }, &by });
+            const size_t layer = (size_t) wanted[i].second / n_expert;
+            of_pool.insert({ space.pool_of(layer), { wish::how::bring, layer, {}, &by } }).first->second.experts.push_back(wanted[i].second);
+        }
+        for (auto & [pool, w] : of_pool) {
+            wishes.push_back(std::move(w));
         }
     }
 

@@ -117,14 +117,12 @@ struct least_stale : policy {
             const size_t layer = (e.layer + d) % space.n_layers();
             wish w = { wish::how::bring, layer, {}, &by };
             for (const int32_t expert : previous[layer]) {
-                if (!in.present(expert) && budget > 0) {
+                if (in.present(expert) || budget > 0) {   // those that are there must not make place
                     w.experts.push_back(expert);
-                    budget--;
+                    budget -= !in.present(expert);
                 }
             }
-            if (!w.experts.empty()) {
-                wishes.push_back(std::move(w));
-            }
+            wishes.push_back(std::move(w));
         }
     }
 
@@ -144,6 +142,12 @@ struct belady : policy {
         now   = -1;
         next.assign((size_t) space.n_all(), 0);
         std::fill(by.score.begin(), by.score.end(), -HUGE_VAL);
+        // What is there from the last sequence may be needed in this one.
+        for (size_t layer = 0; known && layer < space.n_layers(); layer++) {
+            for (int32_t key = space.first[layer]; key < space.first[layer + 1]; key++) {
+                look_ahead(key, layer);
+            }
+        }
     }
 
     void begin_pass(const pass & s, std::vector<wish> & wishes) override {
@@ -163,14 +167,19 @@ struct belady : policy {
             throw std::invalid_argument("policy belady knows the future, which only a simulation does");
         }
         for (const int32_t expert : e.experts) {
-            const std::vector<int32_t> & uses = known->passes_of[(size_t) expert];
-            size_t & at = next[(size_t) expert];
-            while (at < uses.size() && uses[at] <= now) {
-                at++;
-            }
-            // Layers come one after the other within a step, which matters where all share one capacity.
-            by.score[(size_t) expert] = at < uses.size() ? -((double) uses[at] * (double) space.n_layers() + (double) e.layer) : -HUGE_VAL;
+            look_ahead(expert, e.layer);
         }
+    }
+
+    // The sooner the next use after this step, the higher.
+    void look_ahead(int32_t expert, size_t layer) {
+        const std::vector<int32_t> & uses = known->passes_of[(size_t) expert];
+        size_t & at = next[(size_t) expert];
+        while (at < uses.size() && uses[at] <= now) {
+            at++;
+        }
+        // Layers come one after the other within a step, which matters where all share one capacity.
+        by.score[(size_t) expert] = at < uses.size() ? -((double) uses[at] * (double) space.n_layers() + (double) layer) : -HUGE_VAL;
     }
 
     admission::rule admits() const override { return force ? admission::rule::anyone : admission::rule::scored_higher; }
