@@ -84,6 +84,9 @@ class _Rows:
         if self.n_rows < 2:
             raise TraceError(f"{first.where}: {self.n_rows} tokens to learn from, wanted more")
         self.has_hidden = all(t.hidden is not None for t in traces)
+        widths = sorted({t.hidden.shape[-1] for t in traces}) if self.has_hidden else []
+        if len(widths) > 1:
+            raise TraceError(f"{first.where}: hidden states of {widths[0]} and of {widths[1]} values; they are of different models")
         last = np.zeros(self.n_rows, bool)
         last[self.starts[1:][np.diff(self.starts) > 0] - 1] = True
         self.now = np.flatnonzero(~last)  # rows with a next token, which is the row after them

@@ -267,6 +267,12 @@ def test_traces_of_different_models():
     assert str(error.value) == "made.npz: 2 layers of 4 experts, 1 used; made.npz has 1 of 4, 1 used"
 
 
+def test_hidden_states_of_different_models():
+    a, b = (trace_of(tokens([0, 1]), hidden=np.zeros((2, 1, n), np.float16)) for n in (8, 16))
+    with pytest.raises(TraceError, match="^made.npz: hidden states of 8 and of 16 values; they are of different models$"):
+        fit.fit([a, b], ["usage"])
+
+
 @pytest.mark.parametrize("sequences", [[], [tokens([0])]])
 def test_too_few_tokens(sequences):
     trace = trace_of(*sequences) if sequences else Trace(np.zeros((0, 1, 1), np.uint8), np.zeros(0, np.int32), np.array([0]), np.zeros(0, np.uint8), {"n_expert": N}, where="made.npz")

@@ -541,6 +541,12 @@ def test_finemoe_goes_by_the_token_and_then_by_the_layers_so_far(token, n_hits, 
     assert cache.count("A", "hits", "C", "P", "unused") == [4, n_hits, 4 - n_hits, n_proactive, 0]
 
 
+def test_finemoe_takes_tokens_that_are_not_known_for_nothing():
+    cache = Cache("finemoe", 4, n_expert=6, n_layers=4, learned={"maps": maps(0, 1), "map_tokens": [-1, -1]})
+    cache.play([({0},) * 4], token_ids=[-1])
+    assert cache.count("A", "hits") == [4, 1]
+
+
 def test_finemoe_loads_no_more_per_step_than_a_layer_holds():
     cache = Cache("finemoe", 2, n_expert=6, n_layers=4, learned={"maps": maps(0, 1), "map_tokens": [7, 8]})
     cache.play([({0},) * 4], token_ids=[7])
@@ -704,7 +710,7 @@ def test_the_example_in_the_simulator(example):
     assert cache.count("A", "hits", "C", "P") == [5, 1, 4, 4]
 
 
-OPTIONS = dict(n_ctx=256, n_batch=64, n_ubatch=64, n_threads=2, logits_all=True, verbose=False)
+OPTIONS = dict(n_ctx=256, n_batch=64, n_ubatch=64, n_threads=1, logits_all=True, verbose=False)
 TEXT = [*range(20, 40), *range(30, 45)]   # a prompt, then token by token
 
 
@@ -777,6 +783,28 @@ def test_tables_of_another_model(policy, name):
         with pytest.raises(PolicyError) as error:
             Cache(policy, 2, n_layers=2, learned=learned | {name: np.zeros(other)})
         assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_tables_with_values_that_are_no_numbers(value):
+    usage = np.ones((2, N))
+    usage[1, 2] = value
+    with pytest.raises(PolicyError, match="^table usage: value 6 is not a finite number$"):
+        Cache("static", 2, n_layers=2, learned={"usage": usage})
+
+
+def test_a_sequence_with_an_expert_that_its_layer_does_not_have():
+    for policy in ("lru", *policies.CHEATS):
+        cache = Cache(policy, 2)
+        with pytest.raises(PolicyError, match="^row 1, layer 0: expert 4, wanted less than 4$"):
+            cache.play([{0}, {4}])
+        assert cache.play([{0}, {1}]) == {0, 1}
+
+
+def test_probabilities_where_layers_have_different_sizes():
+    rows = rows_of_steps([({0}, {1})], probs=[[[0.25] * 4] * 2])
+    with pytest.raises(PolicyError, match="^rows: probabilities of 4 experts per layer; layer 1 has 5$"):
+        Replay([4, 5], 2, "lru").sequence(rows)
 
 
 @pytest.mark.parametrize("policy", [p for p in policies.LEARNED if p != "static"])

@@ -9,6 +9,7 @@
 #include "simulation.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -127,6 +128,11 @@ static tables tables_of(const edgemoe_cache_options & o) {
         size_t n = 1;
         for (uint32_t d = 0; d < t.n_dims; d++) {
             n *= t.shape[d];
+        }
+        for (size_t i = 0; i < n; i++) {
+            if (!std::isfinite(t.data[i])) {
+                throw std::invalid_argument(std::string("table ") + t.name + ": value " + std::to_string(i) + " is not a finite number");
+            }
         }
         all[t.name] = { { t.shape, t.shape + t.n_dims }, { t.data, t.data + n } };
     }

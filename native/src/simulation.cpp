@@ -35,6 +35,10 @@ struct sequence {
         int32_t most = 0;
         for (size_t layer = 0; layer < t.n_layers(); layer++) {
             most = std::max(most, t.n_expert(layer));
+            if ((rows.probs || rows.next || rows.successor) && t.n_expert(layer) != t.n_expert(0)) {
+                throw std::invalid_argument("rows: probabilities of " + std::to_string(t.n_expert(0)) + " experts per layer; layer " + std::to_string(layer) + " has " +
+                    std::to_string(t.n_expert(layer)));
+            }
         }
         count.assign((size_t) most, 0);
     }
@@ -152,12 +156,20 @@ struct sequence {
                 t.end(v, {});
             }
         }
-        t.begin_sequence(nullptr);   // `all` ends here
     }
 };
 
 } // namespace
 
-void simulate(tier & t, const trace_rows & rows) { sequence(t, rows).run(); }
+void simulate(tier & t, const trace_rows & rows) {
+    // What a policy knows of the future ends with the sequence, however that ends.
+    try {
+        sequence(t, rows).run();
+    } catch (...) {
+        t.begin_sequence(nullptr);
+        throw;
+    }
+    t.begin_sequence(nullptr);
+}
 
 } // namespace edgemoe

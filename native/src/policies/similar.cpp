@@ -44,7 +44,9 @@ struct finemoe : policy {
             for (size_t key = 0; key < space.n_layers() * n_expert; key++) {
                 by_expert[key * n + m] = maps.data[m * space.n_layers() * n_expert + key];
             }
-            map_of_token[(int32_t) tokens.data[m]] = m;
+            if (tokens.data[m] >= 0) {   // else it was not known
+                map_of_token[(int32_t) tokens.data[m]] = m;
+            }
         }
         squares.resize(space.n_layers() * n, 0.0f);
         for (size_t key = 0; key < space.n_layers() * n_expert; key++) {
