@@ -37,10 +37,11 @@ def texts() -> str:
     return "\n".join(p.read_text() for p in (ROOT / "README.md", ROOT / "docs" / "formats.md", ROOT / "docs" / "tree.md"))
 
 
-class Experts:
+class Experts(engine._Plain):
     """llama.cpp alone, dense layers on the GPU; its experts there, too, or on the CPU."""
 
     def __init__(self, path: str, on_cpu: bool):
+        super().__init__([path])
         self.path, self.on_cpu = path, on_cpu
 
     def load(self, params):

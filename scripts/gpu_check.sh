@@ -120,6 +120,8 @@ pack() {
     git rev-parse --git-dir >/dev/null 2>&1 || fail "$root is no git checkout" "pack in a clone: git says which files belong to it"
 
     copy_checkout "$tree"
+    # setup.sh builds no wheel for an environment that has one installed, but it is the wheel that goes into the pack.
+    if [ -f "$tree/.venv/edgemoe-setup/llama" ] && ! compgen -G "$cache/wheels/$(cat "$tree/.venv/edgemoe-setup/llama")/*.whl" >/dev/null; then rm -rf "$tree/.venv"; fi
     python=$tree/.venv/bin/python
     export CMAKE_ARGS="${CMAKE_ARGS:+$CMAKE_ARGS }$cmake_args"
     EDGEMOE_CACHE=$cache "$tree/scripts/setup.sh" --vulkan
