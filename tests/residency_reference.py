@@ -44,7 +44,7 @@ class Layer:
         hits, loaded, staged = self.residents & n_tokens_of.keys(), set(), set()
         self.pins.update(hits)
         if phase == "decode" or (self.seed and self.policy == "placement"):   # a prompt says what is popular, not what is recent
-            self.learn(n_tokens_of, n_tokens)
+            self.learn(n_tokens_of, n_tokens, min(1, self.every / n_tokens) if phase == "prompt" else 1)
         if self.misses == "load" and phase == "decode" and len(n_tokens_of) <= self.n_slots:
             n_free = 0 if self.stage_taken else self.n_staging
             for e in sorted(n_tokens_of.keys() - hits, key=lambda e: (-n_tokens_of[e], e)):
@@ -78,11 +78,13 @@ class Layer:
     def admits(self, expert, evicted):
         return not self.strict or self.n_uses[expert] > self.n_uses[evicted]
 
-    def learn(self, n_tokens_of, n_tokens):
+    def learn(self, n_tokens_of, n_tokens, weight):
+        """weight: a prompt is worth as many tokens as lie between two refreshes."""
         self.n_events += 1
         self.n_recent_tokens += n_tokens
         self.n_uses.update(n_tokens_of)
-        self.recent.update(n_tokens_of)
+        for e, n in n_tokens_of.items():
+            self.recent[e] += n * weight
         for e in n_tokens_of:
             self.last_use[e] = self.n_events
 

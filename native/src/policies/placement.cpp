@@ -10,28 +10,32 @@ namespace edgemoe {
 // The set is chosen by counts. Between two choices nothing moves.
 struct chosen_set : policy {
     chosen_set(const expert_space & space, const residency & in, double decay, double bonus)
-        : policy(space, in), decay(decay), bonus(bonus), recent((size_t) space.n_all(), 0), old((size_t) space.n_all(), 0) {}
+        : policy(space, in), decay(decay), bonus(bonus), recent((size_t) space.n_all(), 0.0), old((size_t) space.n_all(), 0.0) {}
 
     void observe(const event & e) override {
         policy::observe(e);
-        for (size_t i = 0; i < e.experts.size(); i++) {
-            recent[(size_t) e.experts[i]] += e.n_tokens_of[i];
-        }
+        count(e, 1.0);
     }
 
     void observe_prompt(const event & e) override { observe(e); }
+
+    void count(const event & e, double weight) {
+        for (size_t i = 0; i < e.experts.size(); i++) {
+            recent[(size_t) e.experts[i]] += e.n_tokens_of[i] * weight;
+        }
+    }
     bool admits_misses() const override { return false; }
 
     void reset() override {
         policy::reset();
-        std::fill(recent.begin(), recent.end(), 0);
+        std::fill(recent.begin(), recent.end(), 0.0);
         std::fill(old.begin(), old.end(), 0.0);
     }
 
     // Of these keys the best come in, by what was counted.
     void choose(size_t layer, int32_t first, int32_t end, std::vector<wish> & wishes) {
         for (size_t i = (size_t) first; i < (size_t) end; i++) {
-            old[i] = (double) recent[i] + decay * old[i];
+            old[i]    = recent[i] + decay * old[i];
             recent[i] = 0;
             by.score[i] = old[i] + (in.present((int32_t) i) ? bonus : 0.0);
         }
@@ -49,8 +53,7 @@ struct chosen_set : policy {
     }
 
     double decay, bonus;
-    std::vector<int64_t> recent;
-    std::vector<double>  old;
+    std::vector<double> recent, old;   // per key: counts since the last choice, and the score then
 };
 
 // Chosen anew every so many tokens: counts since the last choice, plus decay times the score so far, plus a bonus for residents. A new sequence starts with few counts,
@@ -62,6 +65,13 @@ struct placement : chosen_set {
 
     void observe(const event & e) override {
         chosen_set::observe(e);
+        n_tokens[e.layer] += e.n_tokens;
+    }
+
+    // A prompt is as good as the last tokens before a choice, and no better: hundreds of its tokens would outweigh the answer for long.
+    void observe_prompt(const event & e) override {
+        policy::observe(e);
+        count(e, std::min(1.0, (double) every / (double) e.n_tokens));
         n_tokens[e.layer] += e.n_tokens;
     }
 
@@ -103,7 +113,7 @@ struct stage : chosen_set {
 
     void begin_sequence(const future * known) override {
         chosen_set::begin_sequence(known);
-        std::fill(recent.begin(), recent.end(), 0);   // what the last sequence ended with is no part of this one's first stage
+        std::fill(recent.begin(), recent.end(), 0.0);   // what the last sequence ended with is no part of this one's first stage
         current = -1;
     }
 
@@ -143,7 +153,7 @@ struct foresight : chosen_set {
         }
         for (size_t key = 0; key < known->passes_of.size(); key++) {
             const std::vector<int32_t> & uses = known->passes_of[key];
-            recent[key] = std::lower_bound(uses.begin(), uses.end(), (int32_t) until) - std::lower_bound(uses.begin(), uses.end(), (int32_t) now);
+            recent[key] = (double) (std::lower_bound(uses.begin(), uses.end(), (int32_t) until) - std::lower_bound(uses.begin(), uses.end(), (int32_t) now));
         }
         choose_all(wishes);
     }
