@@ -417,12 +417,12 @@ class Llama(llama_cpp.Llama):
         n_refused (pairs that a device could not compute), n_fused (events computed as one fused step), bytes_accessed, compute_us. All 0 for a dense model.
 
         With expert slots also, of decoding: n_decode_accesses (A), n_decode_hits, n_decode_demand (D), n_decode_computed (C), with A = hits + D + C; and of
-        everything: n_proactive (P), n_evicted, n_failed (loads), bytes_loaded (host to device), stall_us (waiting for D)."""
+        everything: n_proactive (P), n_evicted, n_unused (of these: came in as P, never used), n_failed (loads), bytes_loaded (host to device), stall_us (waiting for D)."""
         stats = self._experts.stats()
         if self._has_cache:
             decode, prompt = (_summed(self._experts.access_counts(phase)) for phase in (0, 1))
             stats |= {f"n_decode_{name}": decode[f"n_{name}"] for name in ("accesses", "hits", "demand", "computed")}
-            stats |= {name: decode[name] + prompt[name] for name in ("n_proactive", "n_evicted", "n_failed", "bytes_loaded", "stall_us")}
+            stats |= {name: decode[name] + prompt[name] for name in ("n_proactive", "n_evicted", "n_unused", "n_failed", "bytes_loaded", "stall_us")}
         return stats
 
     def expert_stats_by_layer(self) -> list[dict]:

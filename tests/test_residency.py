@@ -219,6 +219,13 @@ def test_placement_learns_from_prompts(seed, after, cache):
     assert layer.residents == after
 
 
+def test_a_prompt_counts_as_much_as_the_tokens_between_two_choices(cache):
+    # All 400 tokens used 0: that is worth the 4 of a choice, and 8 tokens of an answer outweigh it.
+    layer = cache(4, 1, policy="placement", every=4, decay=1, bonus=0, early=0)
+    layer.event({0: 400}, 400)
+    assert play(layer, [{1}] * 8) == [{0}] * 7 + [{1}]
+
+
 # --- sizes ---
 
 # Two experts per event, of four in all.
