@@ -112,8 +112,8 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     )
     cache.add_argument(
         "--policy", metavar="NAME[:key=value,...]",
-        help="which experts keep their slots: see `edgemoe policies`, or FILE.py:FUNCTION for a score function of yours (default: what edgemoe tune found, or else placement, or lru with "
-        "--misses load; the word default: not what it found)",
+        help="which experts keep their slots: see `edgemoe policies`, or FILE.py:FUNCTION for a score function of yours (default: what edgemoe tune found, or else placement, or "
+        "lrfu:lambda=0.1 with --misses load; the word default: not what it found)",
     )
     cache.add_argument("--strict", action="store_true", help="a miss takes another's slot only if it was used more often")
     cache.add_argument("--most-inserts", type=not_negative, default=0, metavar="N", help="most experts that a layer takes in after one step, of its misses (default: no limit)")

@@ -23,7 +23,7 @@ from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
-from edgemoe.policies import Policy, policy as read_policy
+from edgemoe.policies import DEFAULT, Policy, policy as read_policy
 from edgemoe.tokenizer import WholePieceTokenizer
 
 # llama_cpp takes warnings (level 3 of ggml) for errors and prints them even when it is told to be quiet.
@@ -329,7 +329,7 @@ class Llama(llama_cpp.Llama):
     slots, vram, device: expert slots per layer on a device; or what may be used there for everything, in bytes; and which device ("Vulkan0"). By default, with
         n_gpu_layers and a real GPU, as many as fit beside the rest; otherwise none. cache_plan has what came of it.
     misses: what becomes of experts that are in no slot: "cpu" computes them in place, "load" loads them first, "auto" does what is faster in the steps that run.
-    policy: which experts stay, as in edgemoe.policies ("placement:every=32", "lru"); by default placement, or lru with misses="load".
+    policy: which experts stay, as in edgemoe.policies ("placement:every=32", "lru"); by default what policies.DEFAULT says.
     tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
     cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, inline_loads, most_block_bytes, most_bytes.
 
@@ -355,7 +355,7 @@ class Llama(llama_cpp.Llama):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
         kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
         path = os.fspath(model_path)
-        chosen = read_policy(policy or ("lru" if misses == "load" else "placement"))
+        chosen = read_policy(policy or DEFAULT.get(misses, DEFAULT["auto"]))
         if use_extra_bufts is None:
             use_extra_bufts = not exact and _native.best_isa() == "none"
         self._experts = _Experts(path, use_extra_bufts, "none" if exact else isa)

@@ -18,7 +18,6 @@ from edgemoe.package import Source
 from edgemoe.simulate import LRU, Bootstrap, Figures, Rates
 from edgemoe.trace import Trace
 
-DEFAULT = {"cpu": "placement", "load": LRU}  # of the engine, by what becomes of misses
 LEAST_SEQUENCES = 4
 AS_GOOD = 1.01
 
@@ -75,7 +74,7 @@ def tune(
     """trace: as require_trace_of wants it. progress: gets the number of steps and returns what is called after each. Raises TuneError, PolicyError."""
     trace = replace(trace, meta={**trace.meta, "bytes_per_expert": [layer.bytes_per_expert for layer in source.layers]})
     fit, test = halves(trace, seed)
-    default = DEFAULT[misses]
+    default = policies.DEFAULT[misses]
     wanted = list(dict.fromkeys([default, *candidates(asked)]))
     learned = simulate.learn([fit], wanted)
     plan = simulate.plan_runs(test, wanted, [n_slots], [misses], learned, warm=True)

@@ -6,7 +6,7 @@ import datetime
 import json
 import shlex
 
-from edgemoe import __version__, fit, recommendation, simulate, tune
+from edgemoe import __version__, fit, policies, recommendation, simulate, tune
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices
 from edgemoe.package import Source
@@ -86,7 +86,7 @@ def _document(tuned: Tuned, plan: CachePlan, options, written: str | None) -> di
 
 
 def _text(tuned: Tuned, plan: CachePlan, options, rates: Rates, written: str | None) -> str:
-    default = tune.DEFAULT[options.misses]
+    default = policies.DEFAULT[options.misses]
     shown = [r for i, r in enumerate(tuned.rows) if i < N_SHOWN or r["policy"] in (LRU, default, tuned.policy)]
     fate = "computed on the CPU" if options.misses == "cpu" else "loaded"
     lines = [

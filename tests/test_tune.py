@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from edgemoe import recommendation, tune
+from edgemoe import policies, recommendation, tune
 from edgemoe.package import Source
 from edgemoe.recommendation import Recommendation
 from edgemoe.trace import DECODE, FORMAT, Trace
@@ -45,7 +45,7 @@ def trace_for(source, sequences, fingerprint=""):
 
 
 def popular_then_scans(source, n_sequences=N_SEQUENCES):
-    """The same experts every third token, others in between, more than twice as many slots can hold: LRU never has them when they return, LFU always."""
+    """The same experts every third token, others in between, more than twice as many slots can hold: LRU never has them when they return, a fixed set always."""
     n_used, n_expert = source.integer("expert_used_count"), source.layers[0].n_expert
     rng = np.random.default_rng(0)
     others = np.arange(n_used, n_expert)
@@ -85,9 +85,9 @@ def test_the_same_prompt_twice_is_one_sequence(source):
 
 
 def test_the_better_policy_is_recommended(source):
-    tuned = tune.tune(source, popular_then_scans(source), slots(source), "load", asked=["lfu", "lru", "lrfu"])
-    assert tuned.policy == "lfu" and not tuned.is_default and (tuned.n_fit, tuned.n_test) == (4, 4)
-    best, lru = (next(r for r in tuned.rows if r["policy"] == p) for p in ("lfu", "lru"))
+    tuned = tune.tune(source, popular_then_scans(source), slots(source), "load", asked=["static", "lru", "lfu"])
+    assert tuned.policy == "static" and not tuned.is_default and (tuned.n_fit, tuned.n_test) == (4, 4)
+    best, lru = (next(r for r in tuned.rows if r["policy"] == p) for p in ("static", "lru"))
     assert best["n_hits"] > lru["n_hits"] and best["saved_ms_ci"][0] > 0 and lru["saved_ms_ci"] == (0.0, 0.0)
     assert [r["expert_ms"] for r in tuned.rows] == sorted(r["expert_ms"] for r in tuned.rows)
     assert not any(r["bound"] for r in tuned.rows)
@@ -95,7 +95,7 @@ def test_the_better_policy_is_recommended(source):
 
 def test_what_does_not_beat_lru_is_not_recommended(source):
     tuned = tune.tune(source, at_random(source), slots(source), "load", asked=["lfu", "lrfu:lambda=0.9"])
-    assert tuned.policy == "lru" and tuned.is_default and "nothing beats lru" in tuned.reason
+    assert tuned.policy == policies.DEFAULT["load"] and tuned.is_default and "nothing beats lru" in tuned.reason
 
 
 def test_where_misses_are_computed_traffic_counts(source):
@@ -194,13 +194,13 @@ def test_damaged_files_say_where(source, damage, said):
 def test_tune_writes_and_run_takes_it_up(edgemoe, model, source, tmp_path, config):
     trace = saved(popular_then_scans(source), tmp_path / "mine.npz")
     n = str(slots(source))
-    result = edgemoe("tune", model, "--trace", trace, "--slots", n, "--policy", "lfu lrfu", "--misses", "load")
+    result = edgemoe("tune", model, "--trace", trace, "--slots", n, "--policy", "static lfu", "--misses", "load")
     assert result.returncode == 0, result.stderr
     (written,) = config.glob("*.load.json")
-    assert "recommended: lfu" in result.stdout and str(written) in result.stdout and "lru (reference, default)" in result.stdout and "4 sequences to learn from, 4 others" in result.stdout
+    assert "recommended: static" in result.stdout and str(written) in result.stdout and "lru (reference)" in result.stdout and "4 sequences to learn from, 4 others" in result.stdout
 
     run = ("run", model, "-p", "Hello", "-n", "2", "--threads", "1", "--device", "CPU", "--slots", n)
-    assert f"policy lfu from edgemoe tune of {json.loads(written.read_text())['date']} (--policy default ignores it)" in edgemoe(*run, "--misses", "load").stderr
+    assert f"policy static from edgemoe tune of {json.loads(written.read_text())['date']} (--policy default ignores it)" in edgemoe(*run, "--misses", "load").stderr
     for otherwise in (("--misses", "cpu"), ("--misses", "load", "--policy", "default"), ("--misses", "load", "--policy", "lru")):
         result = edgemoe(*run, *otherwise)
         assert result.returncode == 0 and "edgemoe tune" not in result.stderr, result.stderr
