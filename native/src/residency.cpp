@@ -82,11 +82,11 @@ int32_t residency::victim(size_t layer, const scores & by) const {
     return s == NO_SLOT ? NOBODY : slots[s].expert;
 }
 
-bool residency::insert(size_t layer, int32_t expert, const scores & by, insertion & done) {
+bool residency::insert(size_t layer, int32_t expert, const scores & by, insertion & done, const admission & rule) {
     assert(!present(expert));
     pool & p = pools[space.pool_of(layer)];
     const size_t s = lowest(p, by);
-    if (s == NO_SLOT) {
+    if (s == NO_SLOT || !rule.admits(expert, slots[s].expert, by)) {
         return false;
     }
     slot & at = slots[s];
@@ -109,7 +109,7 @@ void residency::update(const event & e, const std::vector<int32_t> & candidates,
     int32_t n_inserted = 0;
     for (size_t i = 0; i < candidates.size() && n_inserted < rule.most_inserts; i++) {
         insertion in;
-        if (!present(candidates[i]) && rule.admits(candidates[i], victim(e.layer, by), by) && insert(e.layer, candidates[i], by, in)) {
+        if (!present(candidates[i]) && insert(e.layer, candidates[i], by, in, rule)) {
             done.push_back(in);
             n_inserted++;
         }

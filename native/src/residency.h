@@ -83,8 +83,8 @@ struct residency {
     // Whose place an expert of this layer would take: another expert, -1 an empty slot, NOBODY when nothing may be replaced.
     static constexpr int32_t NOBODY = -2;
     int32_t victim(size_t layer, const scores & by) const;
-    // Begins the load of `expert`, which is not present, in the victim's place. False when nothing may be replaced.
-    bool insert(size_t layer, int32_t expert, const scores & by, insertion & done);
+    // Begins the load of `expert`, which is not present, in the victim's place. False when nothing may be replaced, or not by this one.
+    bool insert(size_t layer, int32_t expert, const scores & by, insertion & done, const admission & rule = {});
     // After an event: brings in those of `candidates` that are absent, in their order. No member of the event is evicted, unless the members need not stay.
     void update(const event & e, const std::vector<int32_t> & candidates, const scores & by, const admission & rule, bool keep_members, std::vector<insertion> & done);
     // Before an event: of the `budget` best keys from first to end, an absent one replaces the lowest resident of the layer's pool whose score is lower, or takes an

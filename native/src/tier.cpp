@@ -118,12 +118,15 @@ void tier::request(size_t layer, const residency::insertion & i, phase when, boo
         moving->request(t, demand);
         return;
     }
-    const auto start = clock::now();
-    const bool loaded = !upload || upload(t);
-    if (upload && loaded) {
-        choice.loaded(layers[layer].info.kind, (double) layers[layer].info.bytes_per_expert, seconds_since(start));
+    bool loaded = true;
+    if (upload) {
+        const auto start = clock::now();
+        loaded = upload(t);
+        if (loaded) {
+            choice.loaded(layers[layer].info.kind, (double) layers[layer].info.bytes_per_expert, seconds_since(start));
+        }
+        c.n_failed += !loaded;
     }
-    c.n_failed += !loaded;
     if (staging) {
         stage[(size_t) (i.slot - in.n_slots(layer))].state = loaded ? staging::loaded : staging::failed;
     } else {
@@ -190,13 +193,14 @@ bool tier::through_stage(visit & v, size_t i, size_t & at) {
 }
 
 // Places in the event in the order in which misses come in: the most used first, since of these most is to be expected; where scores decide who comes in, the best.
-std::vector<size_t> tier::by_worth(const visit & v) const {
-    const bool by_score = v.when == phase::decode && options.rule.by == admission::rule::scored_higher;
-    std::vector<size_t> order(v.e.experts.size());
+const std::vector<size_t> & tier::by_worth(const visit & v) {
+    order.resize(v.e.experts.size());
     std::iota(order.begin(), order.end(), (size_t) 0);
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-        return by_score ? by->by.lower(v.e.experts[b], v.e.experts[a]) : v.e.n_tokens_of[a] > v.e.n_tokens_of[b];
-    });
+    if (v.when == phase::decode && options.rule.by == admission::rule::scored_higher) {
+        std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return by->by.lower(v.e.experts[b], v.e.experts[a]); });
+    } else if (v.e.n_tokens > 1) {   // one token uses each expert once
+        std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return v.e.n_tokens_of[a] != v.e.n_tokens_of[b] ? v.e.n_tokens_of[a] > v.e.n_tokens_of[b] : a < b; });
+    }
     return order;
 }
 
@@ -224,10 +228,9 @@ void tier::demand(visit & v) {
             v.awaited[i] = arrival::late;
             in.pin(expert);
         } else {
-            const int32_t victim = in.victim(v.layer, by->by);
             residency::insertion at;
-            const bool may_stay = victim == -1 || (by->admits_misses() && by->keeps_members());   // else that is decided after the event
-            if (may_stay && options.rule.admits(expert, victim, by->by) && in.insert(v.layer, expert, by->by, at)) {
+            const bool may_stay = !in.full(v.layer) || (by->admits_misses() && by->keeps_members());   // else that is decided after the event
+            if (may_stay && in.insert(v.layer, expert, by->by, at, options.rule)) {
                 request(v.layer, at, v.when, true);
                 v.awaited[i] = arrival::demanded;
                 if (in.present(expert)) {   // else its load has failed at once
@@ -358,7 +361,7 @@ void tier::wait(visit & v) {
     if (!v.any_awaited) {
         return;
     }
-    const auto start = clock::now();
+    const auto start = moving ? clock::now() : clock::time_point();   // without a loader nothing is on its way any more
     std::unique_lock<std::mutex> lock(mutex);
     for (size_t i = 0; i < v.slot.size(); i++) {
         const int32_t expert = v.e.experts[i];
@@ -372,7 +375,7 @@ void tier::wait(visit & v) {
             unused[(size_t) expert] = 0;
         }
     }
-    layers[v.layer].counts[(size_t) v.when].stall_us += (uint64_t) (1e6 * seconds_since(start));
+    layers[v.layer].counts[(size_t) v.when].stall_us += moving ? (uint64_t) (1e6 * seconds_since(start)) : 0;
 }
 
 // What the policy has asked for.

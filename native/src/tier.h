@@ -115,7 +115,7 @@ private:
     enum class staging : uint8_t { empty, loading, loaded, failed };
     struct staging_slot { int32_t expert = -1; staging state = staging::empty; };
 
-    std::vector<size_t> by_worth(const visit & v) const;
+    const std::vector<size_t> & by_worth(const visit & v);   // until it is called again
     void demand(visit & v);
     void stream(visit & v);
     bool through_stage(visit & v, size_t i, size_t & at);
@@ -142,7 +142,8 @@ private:
     std::vector<layer_state> layers;
     std::vector<int32_t>     announced_tokens;
     pass                     announced;
-    std::vector<wish>        wishes;             // workspaces, to be empty between calls
+    std::vector<wish>        wishes;             // workspaces
+    std::vector<size_t>      order;
     std::vector<residency::insertion> changes;
     std::vector<uint8_t>     unused;             // per key: came in as P and was not used since
     miss_choice              choice;
