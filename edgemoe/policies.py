@@ -157,7 +157,7 @@ def policy(text: str, learned: dict[str, np.ndarray] | None = None) -> Policy:
     needed = LEARNED.get(name, ())
     missing = [t for t in needed if t not in (learned or {})]
     if missing:
-        raise PolicyError(f"policy {text}: it has to learn first ({', '.join(missing)}); simulate with --train, or add fit=FILE.npz from edgemoe tune")
+        raise PolicyError(f"policy {text}: it has to learn first ({', '.join(missing)}); simulate with --train, or add fit=FILE.npz, which --save-fit writes")
     # All that was learned: mlp1 and mlp2 are used where there are any.
     return Policy(text, native, {t: a for t, a in (learned or {}).items() if t in needed or (t.startswith("mlp") and "spatial" in needed)})
 

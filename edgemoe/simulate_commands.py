@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from edgemoe import lossy, policy_list, simulate, simulate_report
+from edgemoe import fit, lossy, policy_list, simulate, simulate_report
 from edgemoe.policies import name_of
 from edgemoe.simulate import Rates, SimulationError
 
@@ -56,6 +56,8 @@ def _check_outputs(outputs: list[tuple[str, str | None]], options) -> None:
             raise SimulationError(f"{name} {path}: no folder {Path(path).parent}")
     if all(path == "-" for _, path in outputs):
         raise SimulationError("--json and --csv: only one of them can go to standard output")
+    if options.save_fit is not None and not options.train:
+        raise SimulationError("--save-fit: wanted --train, there is nothing to learn from")
     if options.plot:
         from edgemoe import simulate_plots
 
@@ -73,6 +75,10 @@ def _run(options, trace, train) -> tuple[dict, simulate.Plan, Rates]:
     capacities = simulate.read_capacities(options.capacity, trace.n_expert)
     with tqdm(file=sys.stderr, disable=not (train and sys.stderr.isatty()), leave=False, bar_format="learning {desc}...") as bar:
         learned = simulate.learn(train, asked, bar.set_description_str)
+    if learned and options.save_fit is not None:
+        path = options.save_fit or str(Path(options.train[0]).with_suffix(".fit.npz"))
+        fit.save(path, learned)
+        print(path, file=sys.stderr)
     regimes = simulate.REGIMES if options.misses == "both" else (options.misses,)
     plan = simulate.plan_runs(trace, asked, capacities, regimes, learned, shared=options.scope == "model", warm=options.warm)
     rates = Rates(options.link, options.cpu, options.device_rate)

@@ -11,6 +11,7 @@ SIMULATE = """examples:
   edgemoe simulate mine.npz                                        every policy at three capacities, in both regimes
   edgemoe simulate mine.npz --capacity 8,16 --policy lru --policy "lfu placement:every=16|32|64" --misses cpu
   edgemoe simulate test.npz --train train.npz --policy sweep --plot pictures --json all.json
+  edgemoe simulate test.npz --train train.npz --policy temporal --save-fit        writes train.fit.npz; then: edgemoe chat model.gguf --policy temporal:fit=train.fit.npz
   edgemoe simulate mine.npz --policy my_policies.py:popular        a score function of your own
 """
 TUNE = """examples:
@@ -43,6 +44,7 @@ def _add_rates(group) -> None:
 def _add_simulate(sub) -> None:
     sub.add_argument("traces", nargs="+", metavar="TRACE", help="a trace (edgemoe trace), or a recording of somebody else's (.npz with ids, or CSV); several are taken as one")
     sub.add_argument("--train", nargs="+", default=[], metavar="TRACE", help="traces to learn from, for policies that have to; refused when a sequence is in TRACE too")
+    sub.add_argument("--save-fit", nargs="?", const="", metavar="FILE", help="keep what was learned, for --policy NAME:fit=FILE here and in chat and run (default: beside the first training trace, NAME.fit.npz)")
     sub.add_argument(
         "--policy", action="append", metavar="NAME[:key=value,...]",
         help="all (default), sweep (several settings of each), or names separated by spaces; key=1|2 tries each; may be given again; lru and belady always run beside",

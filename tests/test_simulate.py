@@ -296,6 +296,7 @@ def test_a_recording_of_somebody_else_is_read_as_it_is(edgemoe, tmp_path):
     (["--policy", "lrfu:lambda=-1"], "lambda"),
     (["--policy", "nothing.py"], "nothing.py: no such file"),
     (["--train", "missing.npz"], "missing.npz: No such file or directory"),
+    (["--save-fit"], "--save-fit: wanted --train"),
     (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: no folder nowhere"),
     (["--json", "other.npz"], "wanted a file to write"),
     (["--json", "-", "--csv", "-"], "only one of them can go to standard output"),
@@ -315,6 +316,17 @@ def test_policies_learn_from_other_sequences(edgemoe, two, tmp_path):
     rows = {r["policy"]: r for r in document["runs"]}
     assert set(document["left_out"]) == {"stage"} and set(rows) == set(policies.names()) - {"stage"} | {"belady:force=0"}
     assert (rows["static"]["n_hits"], rows["static"]["n_computed"]) == (2, 5)
+
+
+def test_what_was_learned_can_be_kept(edgemoe, two, tmp_path):
+    trace_of([[[2], [3], [2]]]).save(tmp_path / "train.npz")
+    arguments = ("simulate", two, "--capacity", "2", "--misses", "cpu", "--json")
+    learned = edgemoe(*arguments, "--train", tmp_path / "train.npz", "--policy", "static", "--save-fit")
+    assert learned.returncode == 0 and str(tmp_path / "train.fit.npz") in learned.stderr, learned.stderr
+    kept = edgemoe(*arguments, "--policy", f"static:fit={tmp_path / 'train.fit.npz'}")
+    assert kept.returncode == 0, kept.stderr
+    hits = [[r["n_hits"] for r in json.loads(result.stdout)["runs"] if r["policy"].startswith("static")] for result in (learned, kept)]
+    assert hits == [[2], [2]]
 
 
 def test_training_on_the_test_is_refused_by_the_command(edgemoe, two):
