@@ -15,13 +15,13 @@ add up to about 1, as probabilities do. They are the best linear predictors of w
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from edgemoe import npz
 from edgemoe.errors import TraceError
 
 AVERAGE_DECAY = 0.9  # of the moving average; the native side has the same
@@ -52,20 +52,8 @@ def fit(traces, wanted: Iterable[str], progress: Callable[[str], None] | None = 
 
 
 def save(path: str | os.PathLike, tables: dict[str, np.ndarray]) -> None:
-    """Writes beside the path, then renames."""
-    path = Path(path)
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".part", delete=False) as file:
-            try:
-                np.savez(file, **tables)
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as e:
-        raise TraceError(f"{path}: {e.strerror}") from None
+    """Writes beside the path, then renames. Raises TraceError."""
+    npz.publish(Path(path), {name: (table.dtype, table.shape, [np.ascontiguousarray(table).tobytes()]) for name, table in tables.items()})
 
 
 class _Rows:

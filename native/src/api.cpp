@@ -458,20 +458,7 @@ void edgemoe_replay_release(edgemoe_replay * replay) {
 
 int edgemoe_replay_sequence(edgemoe_replay * replay, const edgemoe_rows * r) {
     return guarded([&] {
-        trace_rows rows;
-        rows.n_rows       = r->n_rows;
-        rows.n_used       = r->n_used;
-        rows.ids          = r->ids;
-        rows.step         = r->step;
-        rows.stage        = r->stage;
-        rows.token_ids    = r->token_ids;
-        rows.chosen_probs = r->chosen_probs;
-        rows.probs        = r->probs;
-        rows.hidden       = r->hidden;
-        rows.n_embd       = r->n_embd;
-        rows.next         = r->next;
-        rows.successor    = r->successor;
-        simulate(replay->experts, rows);
+        simulate(replay->experts, { r->n_rows, r->n_used, r->ids, r->step, r->stage, r->token_ids, r->chosen_probs, r->probs, r->hidden, r->n_embd, r->next, r->successor });
         return 0;
     }, -1);
 }

@@ -14,7 +14,7 @@ expert_space::expert_space(const std::vector<int32_t> & n_expert, bool shared) :
 
 bool admission::admits(int32_t expert, int32_t victim, const scores & s) const {
     if (victim < 0) {
-        return victim != residency::NOBODY;
+        return true;   // an empty slot
     }
     switch (by) {
         case rule::used_more:     return s.n_uses[(size_t) expert] > s.n_uses[(size_t) victim];
@@ -77,11 +77,6 @@ size_t residency::lowest(const pool & p, const scores & by) const {
     return found;
 }
 
-int32_t residency::victim(size_t layer, const scores & by) const {
-    const size_t s = lowest(pools[space.pool_of(layer)], by);
-    return s == NO_SLOT ? NOBODY : slots[s].expert;
-}
-
 bool residency::insert(size_t layer, int32_t expert, const scores & by, insertion & done, const admission & rule) {
     assert(!present(expert));
     pool & p = pools[space.pool_of(layer)];
@@ -123,17 +118,14 @@ void residency::refine(size_t layer, int32_t first, int32_t end, const scores & 
     const auto last = best.begin() + std::min(budget, end - first);
     std::partial_sort(best.begin(), last, best.end(), [&](int32_t a, int32_t b) { return by.lower(b, a); });
     for (auto at = best.begin(); at != last; at++) {
-        if (present(*at)) {
-            continue;
-        }
-        const int32_t replaced = victim(layer, by);
         // An empty slot is filled as well, but not with what was never wanted.
-        if (replaced == NOBODY || by.score[(size_t) *at] <= (replaced >= 0 ? by.score[(size_t) replaced] : 0.0)) {
+        if (present(*at) || (!full(layer) && by.score[(size_t) *at] <= 0)) {
             continue;
         }
         insertion in;
-        insert(layer, *at, by, in);
-        done.push_back(in);
+        if (insert(layer, *at, by, in, { admission::rule::scored_higher })) {
+            done.push_back(in);
+        }
     }
 }
 

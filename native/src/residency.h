@@ -80,10 +80,7 @@ struct residency {
     // These stay as well, until others are named.
     void protect(const std::vector<int32_t> & experts);
 
-    // Whose place an expert of this layer would take: another expert, -1 an empty slot, NOBODY when nothing may be replaced.
-    static constexpr int32_t NOBODY = -2;
-    int32_t victim(size_t layer, const scores & by) const;
-    // Begins the load of `expert`, which is not present, in the victim's place. False when nothing may be replaced, or not by this one.
+    // Begins the load of `expert`, which is not present, in an empty slot or in the place of the lowest. False when nothing may be replaced, or not by this one.
     bool insert(size_t layer, int32_t expert, const scores & by, insertion & done, const admission & rule = {});
     // After an event: brings in those of `candidates` that are absent, in their order. No member of the event is evicted, unless the members need not stay.
     void update(const event & e, const std::vector<int32_t> & candidates, const scores & by, const admission & rule, bool keep_members, std::vector<insertion> & done);

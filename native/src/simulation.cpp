@@ -109,11 +109,8 @@ struct sequence {
     future known() {
         future all;
         all.n_passes = steps.size();
-        std::vector<size_t> first(t.n_layers() + 1, 0);
-        for (size_t layer = 0; layer < t.n_layers(); layer++) {
-            first[layer + 1] = first[layer] + (size_t) t.n_expert(layer);
-        }
-        all.passes_of.resize(first.back());
+        const size_t last = t.n_layers() - 1;
+        all.passes_of.resize((size_t) t.key_of(last, t.n_expert(last)));
         for (size_t s = 0; s < steps.size(); s++) {
             all.stage.push_back(rows.stage ? rows.stage[steps[s].first] : -1);
             for (size_t layer = 0; layer < t.n_layers(); layer++) {
@@ -122,7 +119,7 @@ struct sequence {
                     continue;   // a prompt's hits are not what a cache is judged by
                 }
                 for (const int32_t expert : e.experts) {
-                    all.passes_of[first[layer] + (size_t) expert].push_back((int32_t) s);
+                    all.passes_of[(size_t) t.key_of(layer, expert)].push_back((int32_t) s);
                 }
             }
         }

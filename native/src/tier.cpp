@@ -85,9 +85,8 @@ void tier::finished(const transfer & t, bool loaded) {
         std::lock_guard<std::mutex> lock(mutex);
         if (is_staging(t.layer, t.slot)) {
             staging_slot & at = stage[(size_t) (t.slot - in.n_slots(t.layer))];
-            if (at.expert == space.first[t.layer] + t.expert) {   // nobody else wants it by now
-                at.state = loaded ? staging::loaded : staging::failed;
-            }
+            assert(at.expert == key_of(t.layer, t.expert));   // nobody takes a staging slot while something is on its way
+            at.state = loaded ? staging::loaded : staging::failed;
         } else {
             in.finish(t.layer, t.slot, loaded);
         }
@@ -294,7 +293,7 @@ tier::visit tier::begin(event e) {
     v.when  = e.n_tokens > MOST_DECODED ? phase::prompt : phase::decode;
     v.e     = std::move(e);
     for (int32_t & expert : v.e.experts) {
-        expert += space.first[v.layer];
+        expert = key_of(v.layer, expert);
     }
     if (last_begun == SIZE_MAX || v.layer <= last_begun) {
         const bool known = announced.n_tokens == v.e.n_tokens;   // else it was said of another batch
@@ -503,7 +502,7 @@ std::vector<int32_t> tier::residents(size_t layer) const {
     std::lock_guard<std::mutex> lock(mutex);
     std::vector<int32_t> experts;
     for (int32_t e = 0; e < space.n_expert(layer); e++) {
-        if (in.slot_of(space.first[layer] + e) >= 0) {
+        if (in.slot_of(key_of(layer, e)) >= 0) {
             experts.push_back(e);
         }
     }

@@ -94,7 +94,8 @@ struct tier {
     size_t        n_layers() const { return layers.size(); }
     int32_t       n_expert(size_t layer) const { return space.n_expert(layer); }
     int32_t       n_slots(size_t layer) const { return in.n_slots(layer); }
-    // The number in its layer of an expert's key.
+    // Of an expert's number in its layer its key, and back.
+    int32_t       key_of(size_t layer, int32_t expert) const { return space.first[layer] + expert; }
     int32_t       expert_of(size_t layer, int32_t key) const { return key - space.first[layer]; }
     bool          needs_probs() const { return by->needs_probs(); }
     bool          needs_hidden() const { return by->needs_hidden(); }
