@@ -36,6 +36,9 @@ LEARNED = {
     "finemoe": ("maps", "map_tokens"),
     "moe-infinity": ("sequences",),
 }
+# What learned heads say, by the array of a trace that has it, serves these policies instead of a table.
+HEADS = {"temporal": "head_t", "spatial": "head_s"}
+BY_HEADS = ("temporal", "spatio-temporal", "spatio")
 CHEATS = ("belady", "oracle", "foresight")  # know the future: bounds, not policies; simulator only
 
 
@@ -97,6 +100,7 @@ class Policy:
     native: str
     learned: dict[str, np.ndarray] = field(default_factory=dict)
     score: object = None
+    heads: bool = False  # the events come with what learned heads say
     error: BaseException | None = None  # what a score function raised
 
     def options(self) -> dict:
@@ -110,7 +114,7 @@ class Policy:
             table.name, table.data, table.shape, table.n_dims = name, ffi.cast("const float *", ffi.from_buffer(array)), shape, array.ndim
             self._kept += [array, shape, name]
         self._kept.append(tables)
-        found = {"policy": self._kept[0], "tables": tables, "n_tables": len(self.learned)}
+        found = {"policy": self._kept[0], "tables": tables, "n_tables": len(self.learned), "heads": self.heads}
         if self.score:
             self._callback = ffi.callback("edgemoe_score_function", self._scored, onerror=self._failed)
             found["score"] = self._callback
@@ -140,8 +144,20 @@ class Policy:
         return self.error if isinstance(self.error, PolicyError) else PolicyError(f"policy {self.text}: {type(self.error).__name__}: {self.error}")
 
 
-def policy(text: str, learned: dict[str, np.ndarray] | None = None) -> Policy:
-    """Reads "name", "name:key=value,...", "name:fit=FILE.npz", or "FILE.py:function". `learned`: tables by name, instead of a file's. Raises PolicyError."""
+def heads_of(trace) -> tuple[str, ...]:
+    """The arrays of learned heads that a trace has."""
+    return tuple(name for name in HEADS.values() if getattr(trace, name, None) is not None)
+
+
+def lacks(name: str, learned: dict | None, heads: tuple[str, ...] = ()) -> list[str]:
+    """The tables that the policy of this name has to learn first."""
+    by_heads = [table for table, head in HEADS.items() if head in heads and name in BY_HEADS]
+    return [t for t in LEARNED.get(name, ()) if t not in (learned or {}) and t not in by_heads]
+
+
+def policy(text: str, learned: dict[str, np.ndarray] | None = None, heads: tuple[str, ...] = ()) -> Policy:
+    """Reads "name", "name:key=value,...", "name:fit=FILE.npz", or "FILE.py:function". `learned`: tables by name, instead of a file's. `heads`: those that every event comes
+    with, of HEADS. Raises PolicyError."""
     name, _, rest = text.partition(":")
     if name.endswith(".py"):
         return Policy(text, "custom", score=_from_file(name, rest))
@@ -155,11 +171,11 @@ def policy(text: str, learned: dict[str, np.ndarray] | None = None) -> Policy:
     if files:
         learned = load_learned(files[0])
     needed = LEARNED.get(name, ())
-    missing = [t for t in needed if t not in (learned or {})]
+    missing = lacks(name, learned, heads)
     if missing:
         raise PolicyError(f"policy {text}: it has to learn first ({', '.join(missing)}); simulate with --train, or add fit=FILE.npz, which --save-fit writes")
     # All that was learned: mlp1 and mlp2 are used where there are any.
-    return Policy(text, native, {t: a for t, a in (learned or {}).items() if t in needed or (t.startswith("mlp") and "spatial" in needed)})
+    return Policy(text, native, {t: a for t, a in (learned or {}).items() if t in needed or (t.startswith("mlp") and "spatial" in needed)}, heads=bool(heads) and name in BY_HEADS)
 
 
 def load_learned(path: str) -> dict[str, np.ndarray]:

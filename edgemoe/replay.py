@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe import _native
-from edgemoe.policies import Policy, PolicyError, policy as read_policy
+from edgemoe.policies import Policy, PolicyError, heads_of, policy as read_policy
 
 FIELDS = ("n_events", "n_accesses", "n_hits", "n_demand", "n_computed", "n_proactive", "n_evicted", "n_unused")
 DECODE, PROMPT = 0, 1
@@ -127,7 +127,7 @@ def replay(trace, policy: str, n_slots: int, misses: str = "load", *, shared: bo
 
     rows: an iterable of what `rows_of` makes, to save its work over several calls. done: called after each sequence. options: further fields of
     edgemoe_cache_options, such as strict and most_inserts. Raises PolicyError."""
-    chosen = read_policy(policy, learned)
+    chosen = read_policy(policy, learned, heads_of(trace))
     cache = Replay([trace.n_expert] * trace.ids.shape[1], n_slots, chosen, misses, shared, **options)
     counts, before = [], cache.counts()
     with_hidden = "mlp1" in chosen.learned

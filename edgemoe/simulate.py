@@ -187,12 +187,13 @@ def why_not(policy: str, trace: Trace, learned: dict | None) -> str:
     name = policies.name_of(policy)
     if "fit=" in policy:
         return ""
-    missing = [t for t in policies.LEARNED.get(name, ()) if t not in (learned or {})]
+    heads = policies.heads_of(trace)
+    missing = policies.lacks(name, learned, heads)
     if missing:
         return "needs --train" if learned is None else f"nothing to learn it from in the training traces ({', '.join(missing)})"
     if name == "stage" and (trace.stage is None or (trace.stage == NO_STAGE).all()):
         return "the traces have no stages"
-    policies.policy(policy, learned)
+    policies.policy(policy, learned, heads)
     return ""
 
 
@@ -248,7 +249,7 @@ def run_all(trace: Trace, plan: Plan, learned: dict | None = None, progress: Cal
             progress()
 
     def one(run: Run) -> Outcome:
-        chosen = policies.policy(run.policy, learned)
+        chosen = policies.policy(run.policy, learned, policies.heads_of(trace))
         seen = _Rows(trace, True) if "mlp1" in chosen.learned else rows
         options = {"shared": plan.shared, "warm": plan.warm, "learned": learned, "rows": seen, "done": done}
         found: Replayed = replay(trace, run.policy, run.n_slots, run.misses, **options)

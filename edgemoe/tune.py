@@ -72,7 +72,8 @@ def tune(
     progress: Callable[[int], Callable[[], None] | None] = lambda n: None,
 ) -> Tuned:
     """trace: as require_trace_of wants it. progress: gets the number of steps and returns what is called after each. Raises TuneError, PolicyError."""
-    trace = replace(trace, meta={**trace.meta, "bytes_per_expert": [layer.bytes_per_expert for layer in source.layers]})
+    # An engine has no learned heads: what the trace has of them must not help.
+    trace = replace(trace, head_t=None, head_s=None, meta={**trace.meta, "bytes_per_expert": [layer.bytes_per_expert for layer in source.layers]})
     fit, test = halves(trace, seed)
     default = policies.DEFAULT[misses]
     wanted = list(dict.fromkeys([default, *candidates(asked)]))

@@ -7,6 +7,7 @@ was read into it.
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import edgemoe
 from edgemoe import _native, policies
 from edgemoe.errors import ModelFault
 from edgemoe.policies import PolicyError
-from edgemoe.replay import ABSENT, DECODE, FIELDS, PROMPT, Replay
+from edgemoe.replay import ABSENT, DECODE, FIELDS, PROMPT, Replay, replay
 
 SHORT = dict(A="n_accesses", hits="n_hits", D="n_demand", C="n_computed", P="n_proactive", unused="n_unused")
 
@@ -368,6 +369,24 @@ def test_temporal_goes_by_a_learned_head_where_there_is_one():
     rows["next"] = np.tile(np.float32([1, 0, 0, 0]), (4, 1, 1))
     cache.sequence(rows)
     assert set(cache.residents(0)) == {0, 2}
+
+
+@pytest.mark.parametrize("policy, heads, missing", [
+    ("temporal", ("head_t",), ""), ("spatio", ("head_s",), ""), ("spatio-temporal", ("head_t", "head_s"), ""),
+    ("temporal", ("head_s",), "temporal"), ("spatio-temporal", ("head_t",), "spatial"), ("promoe", ("head_t", "head_s"), "spatial"),
+])
+def test_learned_heads_serve_instead_of_tables(policy, heads, missing):
+    # Both heads say 0 in every row and layer. LRU has dropped 0 when it returns; who goes by a head keeps it, and who prefetches has it at its first use as well.
+    said = np.tile(np.float32([1, 0, 0, 0]), (5, 2, 1))
+    ids = np.array([[[e]] * 2 for e in (3, 0, 1, 2, 0)], np.uint8)
+    trace = SimpleNamespace(ids=ids, offsets=np.array([0, 5]), n_expert=4, **{head: said for head in heads})
+    if missing:
+        with pytest.raises(PolicyError, match=re.escape(f"policy {policy}: it has to learn first ({missing})")):
+            replay(trace, policy, 2)
+        return
+    hits = replay(trace, policy, 2).total()["n_hits"]
+    without = replay(trace, "lru", 2).total()["n_hits"]
+    assert (hits, without) == ({"temporal": 2, "spatio": 4, "spatio-temporal": 4}[policy], 0)
 
 
 # Layer 1 uses the expert after that of layer 0, and layer 0 the same as layer 1 for the token before.

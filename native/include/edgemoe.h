@@ -89,6 +89,7 @@ struct edgemoe_cache_options {
     const char * policy;          // a name, or name:key=value,...
     const struct edgemoe_table * tables;   // what it has learned
     uint32_t     n_tables;
+    bool         heads;           // a replay only: its rows have what learned heads say, which serves temporal, spatio-temporal and spatio instead of tables
     edgemoe_score_function score; // of the policy "custom"
     void *       user;
     const char * misses;          // cpu, load, auto

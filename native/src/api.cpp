@@ -145,7 +145,7 @@ static tier_options tier_options_of(const edgemoe_cache_options & o, const table
     options.n_slots           = (int32_t) std::min<uint32_t>(o.n_slots, INT32_MAX);
     options.shared            = o.shared;
     options.policy            = o.policy;
-    options.from              = { &learned, false, o.score, o.user };
+    options.from              = { &learned, o.heads, o.score, o.user };
     options.misses            = o.misses;
     options.rule.by           = o.strict ? admission::rule::used_more : admission::rule::anyone;
     options.rule.most_inserts = o.most_inserts ? (int32_t) o.most_inserts : INT32_MAX;
