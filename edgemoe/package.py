@@ -47,6 +47,20 @@ class Source:
         self._handle = handle or _native.opened("edgemoe_source_open", self.path)
         self._describe()
 
+    def package_fingerprint(self) -> str:
+        """Of a package, or of a GGUF as its package would have it, so that what belongs to the model is found for both; empty for what cannot be packed."""
+        if self.fingerprint:
+            return self.fingerprint
+        from edgemoe.convert import ConvertError
+        from edgemoe.convert.layout import fingerprint
+        from edgemoe.convert.source import open_source
+
+        try:
+            with open_source(self.path) as opened:
+                return fingerprint(opened)
+        except ConvertError:
+            return ""
+
     def _describe(self) -> None:
         info = self._ffi.new("struct edgemoe_source_info *")
         self._lib.edgemoe_source_get_info(self._handle, info)

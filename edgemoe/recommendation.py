@@ -44,21 +44,6 @@ def folder() -> Path:
     return Path(base, "edgemoe", "tune")
 
 
-def fingerprint(source: Source) -> str:
-    """Of a package, or of the GGUF as its package would have it; empty for what cannot be packed."""
-    if source.fingerprint:
-        return source.fingerprint
-    from edgemoe.convert import ConvertError
-    from edgemoe.convert.layout import fingerprint
-    from edgemoe.convert.source import open_source
-
-    try:
-        with open_source(source.path) as opened:
-            return fingerprint(opened)
-    except ConvertError:
-        return ""
-
-
 def path_of(mark: str, misses: str) -> Path:
     return folder() / f"{mark}.{misses}.json"
 
@@ -84,7 +69,7 @@ def find(source: Source, misses: str) -> Recommendation | None:
     """What is recommended for this model, or None. Raises RecommendationError."""
     if not source.layers or not any(folder().glob(f"*.{misses}.json")):
         return None  # most users never tune: no fingerprint is computed for them
-    mark = fingerprint(source)
+    mark = source.package_fingerprint()
     path = path_of(mark, misses)
     if not mark or not path.exists():
         return None

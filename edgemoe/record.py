@@ -62,7 +62,7 @@ class Recorder:
             "format": FORMAT,
             "model": llm.metadata.get("general.name") or os.path.basename(llm.model_path.rstrip("/")),
             "architecture": llm.source.architecture,
-            "fingerprint": llm.source.fingerprint or _fingerprint(llm.model_path),
+            "fingerprint": llm.source.package_fingerprint(),
             "n_expert": self.n_expert,
             "n_used": self.n_used,
             "layers": [layer.layer for layer in layers],
@@ -180,16 +180,3 @@ class Recorder:
                 self.finish()
         finally:
             self.close()
-
-
-def _fingerprint(path: str) -> str:
-    """Of a GGUF, as a package made from it carries it: their traces belong together."""
-    from edgemoe.convert import ConvertError
-    from edgemoe.convert.layout import fingerprint
-    from edgemoe.convert.source import open_source
-
-    try:
-        with open_source(path) as source:
-            return fingerprint(source)
-    except ConvertError:
-        return ""  # a model that could not be packed can be recorded all the same

@@ -25,7 +25,7 @@ def tune_(options) -> int:
     rates = Rates(options.link, options.cpu, options.device_rate)
     with Source(options.path) as source:
         plan = _plan(source, options)
-        mark = recommendation.fingerprint(source)
+        mark = source.package_fingerprint()
         trace = simulate.joined([simulate.load_trace(path) for path in options.trace])
         tune.require_trace_of(source, trace, mark)
         asked = " ".join(options.policy).split() if options.policy else None

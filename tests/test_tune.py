@@ -144,7 +144,7 @@ def test_traces_of_another_model_are_refused(source):
 
 
 def recommended(source, **changed):
-    mark = recommendation.fingerprint(source)
+    mark = source.package_fingerprint()
     facts = {"policy": "lfu", "misses": "cpu", "n_slots": 4, "n_expert": source.layers[0].n_expert, "n_layers": len(source.layers), "fingerprint": mark, "model": "m", "date": "2026-01-02", "version": "0"}
     return Recommendation(**(facts | changed))
 
