@@ -5,7 +5,6 @@ The library has no search path of its own for ggml: it binds to the copy that ll
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -58,12 +57,8 @@ def text(pointer) -> str:
     return ffi.string(pointer).decode(errors="surrogateescape") if pointer else ""
 
 
-def opened(function: str, path: str, *arguments):
-    """Calls a function of the library that opens a path. Raises ModelError."""
-    _, lib = load()
-    if not os.path.exists(path):
-        raise ModelError(f"{path}: no such file or directory")
-    handle = getattr(lib, function)(os.fsencode(path), *arguments)
+def opened(handle):
+    """What a function of the library has opened. Raises ModelError when it has not."""
     if not handle:
         raise ModelError(last_error())
     return handle

@@ -36,6 +36,10 @@ _load_from_file = C.llama_model_load_from_file
 _init_from_model = C.llama_init_from_model
 
 
+ON_DEVICE, IN_RAM = 0, 1  # enum edgemoe_tier
+DECODE, PROMPT = 0, 1  # enum edgemoe_phase
+
+
 class _BufferOverride(ctypes.Structure):
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
@@ -110,15 +114,27 @@ def plan_slots(source: Source, slots: int | None, vram: int | None, device: str 
 class _Experts:
     """One opened model: its source, and the native side that owns the routed experts."""
 
-    def __init__(self, path: str, use_extra_bufts: bool, isa: str | None):
+    handle = None
+
+    def __init__(self, path: str, use_extra_bufts: bool):
         self.use_extra_bufts = use_extra_bufts
         self.all_on_device = False  # nothing is left for us to do: llama.cpp takes the experts too
         self.tap: bool | None = None  # None: where we compute the experts
-        self.policy: Policy | None = None  # of the cache
+        self.policies: list[Policy] = []  # of the slots on a device and in RAM; their score functions are called while the model is open
+        self.has_ram = False  # experts are in slots in RAM, not mapped
         self.process = os.getpid()
         self._ffi, self._lib = _native.load()
-        self.handle = _native.opened("edgemoe_model_open", path, isa.encode() if isa else self._ffi.NULL)
-        self.source = Source(path, self._lib.edgemoe_model_source(self.handle))
+        self.source = Source(path, check_blobs=False)
+
+    def open(self, isa: str | None, ram_bytes: int, ram_policy: Policy, ram_options: dict) -> None:
+        """ram_bytes: of expert slots in RAM; 0: all experts are mapped. Raises ModelError."""
+        ram = self._ffi.NULL
+        self.has_ram = ram_bytes > 0 and self.source.kind != "dense"
+        if self.has_ram:
+            misses = self._ffi.new("char[]", b"load")
+            ram = self._ffi.new("struct edgemoe_cache_options *", {"seed": True, "misses": misses, "most_bytes": ram_bytes} | ram_policy.options() | ram_options)
+            self.policies.append(ram_policy)
+        self.handle = _native.opened(self._lib.edgemoe_model_open(self.source.handle, isa.encode() if isa else self._ffi.NULL, ram))
 
     def load(self, params):
         files = list(self.source.files)
@@ -162,15 +178,20 @@ class _Experts:
             return "this process was forked from the one that opened the model; open the model after the fork"
         if not self.handle:
             return "the model is closed"
-        if self.policy and self.policy.error:
-            return str(self.policy.failure())
+        for policy in self.policies:
+            if policy.error:
+                return str(policy.failure())
         return _native.text(self._lib.edgemoe_model_fault(self.handle))
+
+    def failure(self) -> str:
+        """What made the last computation fail, though another may succeed; empty when nothing is known of it."""
+        return _native.text(self._lib.edgemoe_model_take_failure(self.handle)) if self.handle else ""
 
     def open_cache(self, device: str, n_slots: int, policy: Policy, misses: str, further: dict) -> bool:
         """False when the device has no room for so many slots. Raises ModelError."""
         device, misses = (self._ffi.new("char[]", name.encode()) for name in (device, misses))
         fields = {"seed": True, "device": device, "misses": misses, "n_slots": n_slots} | policy.options() | further
-        self.policy = policy  # its score function is called from now on
+        self.policies.append(policy)
         options = self._ffi.new("struct edgemoe_cache_options *", fields)
         result = self._lib.edgemoe_model_open_cache(self.handle, options)
         if result < 0:
@@ -179,12 +200,12 @@ class _Experts:
 
     def begin_sequence(self) -> None:
         """A new text: policies forget what belongs to the last one."""
-        if self.policy and self.handle:
+        if self.policies and self.handle:
             self._lib.edgemoe_model_begin_sequence(self.handle)
 
     def announce(self, batch) -> None:
         """What the policy may want to know of a llama_batch that is about to be computed."""
-        if self.policy and self.handle and self._lib.edgemoe_model_wants_tokens(self.handle):
+        if self.policies and self.handle and self._lib.edgemoe_model_wants_tokens(self.handle):
             n = batch.n_tokens if batch.token else 0
             self._lib.edgemoe_model_announce(self.handle, self._ffi.new("int32_t[]", batch.token[:n]), n, -1)
 
@@ -203,13 +224,16 @@ class _Experts:
         info = self._read(self._lib.edgemoe_model_get_cache_info, "edgemoe_cache_info")
         return info | {"misses": _native.text(info["misses"])}
 
-    def access_counts(self, phase: int) -> list[dict[str, int]]:
-        """Per layer."""
-        return [self._read(self._lib.edgemoe_model_get_access_counts, "edgemoe_access_counts", phase, i) for i in range(len(self.source.layers))]
+    def ram_info(self) -> dict:
+        return self._read(self._lib.edgemoe_model_get_ram_info, "edgemoe_ram_info")
 
-    def residents(self, index: int) -> list[int]:
+    def access_counts(self, tier: int, phase: int) -> list[dict[str, int]]:
+        """Per layer."""
+        return [self._read(self._lib.edgemoe_model_get_access_counts, "edgemoe_access_counts", tier, phase, i) for i in range(len(self.source.layers))]
+
+    def residents(self, tier: int, index: int) -> list[int]:
         experts = self._ffi.new("int32_t[]", self.source.layers[index].n_expert)
-        return list(experts[0 : self._lib.edgemoe_model_get_residents(self.handle, index, experts)])
+        return list(experts[0 : self._lib.edgemoe_model_get_residents(self.handle, tier, index, experts)])
 
     def wait_cache(self) -> None:
         self._lib.edgemoe_model_wait_cache(self.handle)
@@ -224,6 +248,7 @@ class _Experts:
         if self.handle:
             self._lib.edgemoe_model_close(self.handle)
             self.handle = None
+        self.source.close()
 
 
 @contextmanager
@@ -286,6 +311,9 @@ class _GuardedContext(internals.LlamaContext):
                 yield
         except RuntimeError:
             self._raise_fault()  # it says more than "llama_decode returned -3"
+            failure = self.experts.failure()
+            if failure:
+                raise ModelFault(f"{self.path}: {failure}") from None
             raise
         self._raise_fault()
 
@@ -332,6 +360,9 @@ class Llama(llama_cpp.Llama):
     policy: which experts stay, as in edgemoe.policies ("placement:every=32", "lru"); by default what policies.DEFAULT says.
     tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
     cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, inline_loads, most_block_bytes, most_bytes.
+    ram: bytes of expert slots in RAM; experts that are in none are read from the disk. "mapped": all experts are mapped, and share the page cache. By default ("auto")
+        mapped when they fit into what this process may use. ram_plan has what came of it.
+    ram_policy, ram_options: the same as policy and cache_options, of the slots in RAM.
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
     """
@@ -349,6 +380,9 @@ class Llama(llama_cpp.Llama):
         misses: str = "auto",
         policy: str | None = None,
         cache_options: dict | None = None,
+        ram: int | str | None = None,
+        ram_policy: str | None = None,
+        ram_options: dict | None = None,
         tap: bool | None = None,
         **kwargs,
     ):
@@ -358,7 +392,9 @@ class Llama(llama_cpp.Llama):
         chosen = read_policy(policy or DEFAULT.get(misses, DEFAULT["auto"]))
         if use_extra_bufts is None:
             use_extra_bufts = not exact and _native.best_isa() == "none"
-        self._experts = _Experts(path, use_extra_bufts, "none" if exact else isa)
+        self._experts = _Experts(path, use_extra_bufts)
+        ram_bytes = ram if isinstance(ram, int) else 0
+        self._experts.open("none" if exact else isa, ram_bytes, read_policy(ram_policy or DEFAULT["load"]), ram_options or {})
         self.cache_plan = plan_slots(
             self.source, slots, vram, device, kwargs.get("n_gpu_layers", 0), kwargs.get("n_ctx", 512), kwargs.get("n_ubatch", 512)
         )
@@ -416,11 +452,17 @@ class Llama(llama_cpp.Llama):
         """Counters since the model was opened: n_events, n_pairs (routed pairs), n_accesses (A: distinct experts per event), n_computed_on_cpu (C), n_on_device,
         n_refused (pairs that a device could not compute), n_fused (events computed as one fused step), bytes_accessed, compute_us. All 0 for a dense model.
 
-        With expert slots also, of decoding: n_decode_accesses (A), n_decode_hits, n_decode_demand (D), n_decode_computed (C), with A = hits + D + C; and of
+        With expert slots in RAM also n_ram_accesses, n_ram_hits, n_ram_demand (D), ram_bytes_loaded and ram_stall_us (waiting for D), all of decoding; n_ram_proactive
+        (P), n_ram_evicted and n_ram_failed of everything; ram_prompt_bytes_loaded. With slots on a device also, of decoding: n_decode_accesses (A), n_decode_hits, n_decode_demand (D), n_decode_computed (C), with A = hits + D + C; and of
         everything: n_proactive (P), n_evicted, n_unused (of these: came in as P, never used), n_failed (loads), bytes_loaded (host to device), stall_us (waiting for D)."""
         stats = self._experts.stats()
+        if self._experts.has_ram:
+            decode, prompt = (_summed(self._experts.access_counts(IN_RAM, phase)) for phase in (DECODE, PROMPT))
+            stats |= {f"n_ram_{name}": decode[f"n_{name}"] for name in ("accesses", "hits", "demand")}
+            stats |= {f"n_ram_{name}": decode[f"n_{name}"] + prompt[f"n_{name}"] for name in ("proactive", "evicted", "failed")}
+            stats |= {"ram_bytes_loaded": decode["bytes_loaded"], "ram_stall_us": decode["stall_us"], "ram_prompt_bytes_loaded": prompt["bytes_loaded"]}
         if self._has_cache:
-            decode, prompt = (_summed(self._experts.access_counts(phase)) for phase in (0, 1))
+            decode, prompt = (_summed(self._experts.access_counts(ON_DEVICE, phase)) for phase in (DECODE, PROMPT))
             stats |= {f"n_decode_{name}": decode[f"n_{name}"] for name in ("accesses", "hits", "demand", "computed")}
             stats |= {name: decode[name] + prompt[name] for name in ("n_proactive", "n_evicted", "n_unused", "n_failed", "bytes_loaded", "stall_us")}
         return stats
@@ -429,9 +471,16 @@ class Llama(llama_cpp.Llama):
         """The counters of expert slots per layer: {"layer", "residents", "decode": {...}, "prompt": {...}}; empty without slots."""
         if not self._has_cache:
             return []
-        decode, prompt = self._experts.access_counts(0), self._experts.access_counts(1)
+        return self._by_layer(ON_DEVICE)
+
+    def ram_stats_by_layer(self) -> list[dict]:
+        """The same of expert slots in RAM."""
+        return self._by_layer(IN_RAM) if self._experts.has_ram else []
+
+    def _by_layer(self, tier: int) -> list[dict]:
+        decode, prompt = self._experts.access_counts(tier, DECODE), self._experts.access_counts(tier, PROMPT)
         return [
-            {"layer": layer.layer, "residents": self._experts.residents(i), "decode": decode[i], "prompt": prompt[i]} for i, layer in enumerate(self.source.layers)
+            {"layer": layer.layer, "residents": self._experts.residents(tier, i), "decode": decode[i], "prompt": prompt[i]} for i, layer in enumerate(self.source.layers)
         ]
 
     def cache_info(self) -> dict:
@@ -439,15 +488,27 @@ class Llama(llama_cpp.Llama):
         not measured yet). Empty without slots."""
         return self._experts.cache_info() if self._has_cache else {}
 
+    def ram_info(self) -> dict:
+        """Of expert slots in RAM: budget, staging and filled in bytes, n_filled slots, direct (reads go past the page cache), bytes_read, n_reads, busy_us (some read was
+        on its way) and disk_rate in bytes per second (0: nothing read yet). Empty when all experts are mapped."""
+        if not self._experts.has_ram:
+            return {}
+        info = self._experts.ram_info()
+        return info | {"disk_rate": 1e6 * info["bytes_read"] / info["busy_us"] if info["busy_us"] else 0.0}
+
     def wait_cache(self) -> None:
-        """Returns when no expert is on its way to the device."""
-        if self._has_cache:
+        """Returns when no expert is on its way to a slot."""
+        if self._has_slots:
             self._experts.wait_cache()
 
     def clear_cache(self) -> None:
-        """Empties the slots and forgets what the policy has learned."""
-        if self._has_cache:
+        """Empties all slots and forgets what their policies have learned."""
+        if self._has_slots:
             self._experts.clear_cache()
+
+    @property
+    def _has_slots(self) -> bool:
+        return self._has_cache or self._experts.has_ram
 
     def _guard_context(self) -> None:
         # The context that llama_cpp made becomes one that checks each batch; llama_cpp.Llama offers no place to hand in another class.
@@ -462,8 +523,8 @@ class Llama(llama_cpp.Llama):
             # A forked child must not free what its parent's threads may have locked.
             self._forget_parent()
             return
-        if self._has_cache and experts.handle:
-            experts.stop_cache()  # an upload must not meet the end of the context that computes on the device
+        if self._has_slots and experts.handle:
+            experts.stop_cache()  # a load must not meet the end of the context that computes on the device
         if hasattr(self, "_stack"):
             super().close()
         if experts:

@@ -39,12 +39,13 @@ class Source:
     layers (list of ExpertLayer), expert_bytes and dense_bytes.
     """
 
-    def __init__(self, path: str | os.PathLike, handle=None):
-        """`handle`: a native source that somebody else owns and closes."""
+    def __init__(self, path: str | os.PathLike, check_blobs: bool = True):
+        """check_blobs: of a package look into every blob. To open a model does that, too."""
         self.path = os.fspath(path)
         self._ffi, self._lib = _native.load()
-        self._owned = handle is None
-        self._handle = handle or _native.opened("edgemoe_source_open", self.path)
+        if not os.path.exists(self.path):
+            raise ModelError(f"{self.path}: no such file or directory")
+        self.handle = _native.opened(self._lib.edgemoe_source_open(os.fsencode(self.path), check_blobs))
         self._describe()
 
     def package_fingerprint(self) -> str:
@@ -63,22 +64,22 @@ class Source:
 
     def _describe(self) -> None:
         info = self._ffi.new("struct edgemoe_source_info *")
-        self._lib.edgemoe_source_get_info(self._handle, info)
+        self._lib.edgemoe_source_get_info(self.handle, info)
         self.kind = KINDS[info.kind]
         self.architecture = _native.text(info.architecture)
         self.fingerprint = _native.text(info.fingerprint)
         self.expert_bytes = info.expert_bytes
         self.dense_bytes = info.dense_bytes
-        self.files = [_native.text(self._lib.edgemoe_source_file(self._handle, i)) for i in range(info.n_files)]
+        self.files = [_native.text(self._lib.edgemoe_source_file(self.handle, i)) for i in range(info.n_files)]
         self.layers = [self._layer(i) for i in range(info.n_layers)]
 
     def _layer(self, index: int) -> ExpertLayer:
         layer = self._ffi.new("struct edgemoe_layer_info *")
         projection = self._ffi.new("struct edgemoe_projection_info *")
-        self._lib.edgemoe_source_get_layer(self._handle, index, layer)
+        self._lib.edgemoe_source_get_layer(self.handle, index, layer)
         projections = []
         for p in range(layer.n_projections):
-            self._lib.edgemoe_source_get_projection(self._handle, index, p, projection)
+            self._lib.edgemoe_source_get_projection(self.handle, index, p, projection)
             projections.append(
                 Projection(_native.text(projection.name), _native.text(projection.type), projection.n_in, projection.n_out, projection.bytes)
             )
@@ -86,20 +87,20 @@ class Source:
 
     def integer(self, key: str, fallback: int = -1) -> int:
         """An integer of the model's metadata, named below its architecture: "expert_used_count"."""
-        return self._lib.edgemoe_source_integer(self._handle, f"{self.architecture}.{key}".encode(), fallback)
+        return self._lib.edgemoe_source_integer(self.handle, f"{self.architecture}.{key}".encode(), fallback)
 
     def read(self, index: int, projection: int, expert: int) -> bytes:
         """The bytes of one projection of one expert; `index` counts self.layers. Raises ModelError."""
         layer = self.layers[index]
         buffer = bytearray(layer.projections[projection].bytes)
-        if self._lib.edgemoe_source_read(self._handle, index, projection, expert, self._ffi.from_buffer(buffer)) != 0:
+        if self._lib.edgemoe_source_read(self.handle, index, projection, expert, self._ffi.from_buffer(buffer)) != 0:
             raise ModelError(_native.last_error())
         return bytes(buffer)
 
     def close(self) -> None:
-        if getattr(self, "_handle", None) and self._owned:
-            self._lib.edgemoe_source_close(self._handle)
-            self._handle = None
+        if getattr(self, "handle", None):
+            self._lib.edgemoe_source_close(self.handle)
+            self.handle = None
 
     def __enter__(self) -> Source:
         return self

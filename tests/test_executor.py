@@ -53,9 +53,10 @@ class Layer:
     def __init__(self, ggml, path, isa):
         self.ffi, self.g = ggml
         self.native_ffi, self.native = _native.load()
-        self.model = _native.opened("edgemoe_model_open", str(path), isa.encode())
+        self.source = Source(path)
+        self.model = _native.opened(self.native.edgemoe_model_open(self.source.handle, isa.encode(), self.ffi.NULL))
         assert self.native.edgemoe_model_loaded(self.model) == 0, _native.last_error()
-        layer = Source(path, self.native.edgemoe_model_source(self.model)).layers[0]
+        layer = self.source.layers[0]
         buffer_type = self.ffi.cast("void *", int(self.native_ffi.cast("uintptr_t", self.native.edgemoe_model_buffer_type(self.model))))
         self.contexts = [self._context() for _ in range(3)]
         weights, self.inputs, self.nodes = self.contexts

@@ -1,7 +1,10 @@
-"""Same output: with exact=True the logits of every family and expert type are bit-identical to plain llama.cpp's, from the GGUF and from a package.
+"""Same output: with exact=True the logits of every family and expert type are bit-identical to plain llama.cpp's, from the GGUF and from a package, with all experts mapped
+and with a few of them in RAM and the others on the disk.
 
 Random weights make this strict: one wrong byte, expert or stride changes every logit, while text would look as random as before.
 """
+
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from tiny_models import EXPERT_TYPES, FAMILIES, write_shards
 
 import edgemoe
 from edgemoe import engine
+from edgemoe.package import Source
 
 N_PROMPT, N_DECODE = 40, 64
 
@@ -25,21 +29,30 @@ def logits(llm, forced=None):
     return llm.scores[: llm.n_tokens].copy(), fed
 
 
+def room_for(path, n_experts):
+    """Bytes of RAM for so many of a model's largest experts, in whole pages."""
+    with Source(path) as source:
+        return n_experts * max(layer.bytes_per_expert + 2 * 4096 * len(layer.projections) for layer in source.layers)
+
+
 def check(gguf, paths):
     options = dict(n_ctx=N_PROMPT + N_DECODE, n_batch=32, n_ubatch=32, n_threads=2, logits_all=True, verbose=False)
     llm = engine.open_plain([str(gguf)], **options)
     expected, tokens = logits(llm)
     llm.close()
     assert np.isfinite(expected).all() and expected.std() > 0
-    for path in paths:
-        with_experts = edgemoe.Llama(path, exact=True, **options)
+    for path, ram in product(paths, ("mapped", room_for(paths[0], 5))):
+        with_experts = edgemoe.Llama(path, exact=True, ram=ram, **options)
         found, _ = logits(with_experts, tokens)
-        stats = with_experts.expert_stats()
+        stats, info = with_experts.expert_stats(), with_experts.ram_info()
         with_experts.close()
-        np.testing.assert_array_equal(found, expected, err_msg=str(path))
+        np.testing.assert_array_equal(found, expected, err_msg=f"{path}, {ram}")
         # Not vacuous: our device did the work. One event per layer and batch (40 tokens are two batches).
         n_layers = len(with_experts.source.layers)
         assert n_layers > 0 and stats["n_events"] == n_layers * (2 + N_DECODE)
+        if info:
+            n_experts = sum(layer.n_expert for layer in with_experts.source.layers)
+            assert info["filled"] <= info["budget"] and (stats["n_ram_evicted"] > 0 or n_experts <= 5), "too many slots: nothing is read twice"
 
 
 @pytest.mark.parametrize("expert_type", EXPERT_TYPES)

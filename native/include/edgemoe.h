@@ -17,7 +17,7 @@ extern "C" {
 // A model on disk: a GGUF (one file or shards) or a package directory, opened and checked, nothing mapped.
 typedef struct edgemoe_source edgemoe_source;
 
-// A source whose experts are mapped and for which a ggml buffer type exists. Must outlive every llama_model loaded with that buffer type.
+// A source whose experts are mapped, or in slots in RAM and on the disk, and for which a ggml buffer type exists. Must outlive every llama_model loaded with that buffer type.
 typedef struct edgemoe_model edgemoe_model;
 
 enum edgemoe_kind { EDGEMOE_DENSE, EDGEMOE_STACKED, EDGEMOE_PACKAGE };
@@ -81,11 +81,12 @@ struct edgemoe_table {
 typedef void (*edgemoe_score_function)(void * user, uint32_t layer, uint32_t n_expert, uint64_t n_events, const uint64_t * last_use, const uint64_t * n_uses,
                                        const float * probs, double * score);
 
-// The expert cache: slots on a device.
+// An expert cache: slots on a device; slots in RAM, where experts that are in none are on the disk.
 struct edgemoe_cache_options {
-    const char * device;          // as edgemoe_get_device names it; not used by a replay
-    uint32_t     n_slots;         // per layer
+    const char * device;          // as edgemoe_get_device names it; of slots on a device only
+    uint32_t     n_slots;         // per layer; not in RAM, where most_bytes says how many
     bool         shared;          // a replay only: all layers have the slots together
+    const uint64_t * costs;       // a replay with shared slots only: bytes of an expert, per layer, of which the slots may hold most_bytes; NULL: n_slots
     const char * policy;          // a name, or name:key=value,...
     const struct edgemoe_table * tables;   // what it has learned
     uint32_t     n_tables;
@@ -99,8 +100,9 @@ struct edgemoe_cache_options {
     uint32_t     n_staging;       // slots for all layers together, through which prompts stream experts, and misses come that are not to stay
     bool         inline_loads;    // each load is done when it is asked for: nothing depends on time, and nothing overlaps
     uint64_t     most_block_bytes;   // per tensor; 0: as the device allows
-    uint64_t     most_bytes;      // on the device; 0: as it has
-    uint32_t     fail_every;      // for tests: every so manieth upload fails; 0: none
+    uint64_t     most_bytes;      // of all slots; on a device 0: as it has
+    uint32_t     fail_every;      // for tests: every so manieth load fails; 0: none
+    uint64_t     most_read;       // for tests, in RAM: bytes that one call of the system reads; 0: no limit
     bool         poison;          // for tests: slots hold NaN before an expert comes, where they should hold zeros
 };
 
@@ -111,6 +113,20 @@ struct edgemoe_cache_info {
     double   cpu_rate;            // bytes per second of experts computed on the CPU, of the first layer's kind; 0: not measured yet
     double   load_rate;           // and loaded
 };
+
+// Bytes, but where it says otherwise.
+struct edgemoe_ram_info {
+    uint64_t budget;              // of the slots
+    uint64_t staging;             // beside these, for the experts of a prompt on their way through
+    uint64_t filled;              // of the budget
+    uint32_t n_filled;            // slots
+    bool     direct;              // reads go past the page cache
+    uint64_t bytes_read;
+    uint64_t n_reads;             // experts
+    uint64_t busy_us;             // some read was on its way
+};
+
+enum edgemoe_tier { EDGEMOE_ON_DEVICE, EDGEMOE_IN_RAM };
 
 // Events of decoding (up to 16 tokens) and of prompts are counted apart. A = hits + D + C.
 enum edgemoe_phase { EDGEMOE_DECODE, EDGEMOE_PROMPT };
@@ -183,7 +199,8 @@ int          edgemoe_kernel_multiply(const char * type, const char * isa, bool t
                                      int64_t n_tokens, float * y);
 const char * edgemoe_best_isa(void);
 
-edgemoe_source * edgemoe_source_open(const char * path);
+// check_blobs: of a package look into every blob, as opening a model does.
+edgemoe_source * edgemoe_source_open(const char * path, bool check_blobs);
 void             edgemoe_source_close(edgemoe_source * source);
 void             edgemoe_source_get_info(const edgemoe_source * source, struct edgemoe_source_info * info);
 const char *     edgemoe_source_file(const edgemoe_source * source, uint32_t index);
@@ -194,11 +211,11 @@ int64_t          edgemoe_source_integer(const edgemoe_source * source, const cha
 // Reads one projection of one expert into dst, which has room for its bytes. 0, or -1.
 int              edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t projection, uint32_t expert, void * dst);
 
-// `isa`: of the kernels, as above; "none" leaves all arithmetic to ggml, so that results are bit-identical to llama.cpp's.
-edgemoe_model *        edgemoe_model_open(const char * path, const char * isa);
+// `isa`: of the kernels, as above; "none" leaves all arithmetic to ggml, so that results are bit-identical to llama.cpp's. `ram`: NULL maps all experts; otherwise
+// they are in slots of ram->most_bytes, and read from the disk when they are wanted. A dense model has no use for that. The model takes over what the source has
+// opened: the source can be used as long as the model is open, or not at all when this fails, and must be closed as ever.
+edgemoe_model *        edgemoe_model_open(edgemoe_source * source, const char * isa, const struct edgemoe_cache_options * ram);
 void                   edgemoe_model_close(edgemoe_model * model);
-// The model's own source, which must not be closed.
-edgemoe_source *       edgemoe_model_source(edgemoe_model * model);
 // A ggml_backend_buffer_type_t for llama_model_tensor_buft_override, and the pattern that goes with it.
 void *                 edgemoe_model_buffer_type(edgemoe_model * model);
 const char *           edgemoe_expert_pattern(void);
@@ -213,15 +230,20 @@ const char *           edgemoe_model_ghost(edgemoe_model * model);
 int                    edgemoe_model_loaded(edgemoe_model * model);
 // NULL, or one line: what made the last results unusable (a file cut while running, a fork, a bad expert id).
 const char *           edgemoe_model_fault(edgemoe_model * model);
+// NULL, or one line: what made the last computation fail, though another may succeed (an expert could not be read). Asking forgets it.
+const char *           edgemoe_model_take_failure(edgemoe_model * model);
 void                   edgemoe_model_get_stats(const edgemoe_model * model, struct edgemoe_stats * stats);
 
 // Puts expert slots on a device; once per model, before anything is computed. 0; 1 when the device has no room for so many; -1.
 int                    edgemoe_model_open_cache(edgemoe_model * model, const struct edgemoe_cache_options * options);
-// These ask for an open cache. `layer` is an index among the layers with experts.
+// These ask for slots on a device, or in RAM.
 void                   edgemoe_model_get_cache_info(const edgemoe_model * model, struct edgemoe_cache_info * info);
-int                    edgemoe_model_get_access_counts(const edgemoe_model * model, int phase, uint32_t layer, struct edgemoe_access_counts * counts);
+void                   edgemoe_model_get_ram_info(const edgemoe_model * model, struct edgemoe_ram_info * info);
+// `tier` is enum edgemoe_tier, `layer` an index among the layers with experts.
+int                    edgemoe_model_get_access_counts(const edgemoe_model * model, int tier, int phase, uint32_t layer, struct edgemoe_access_counts * counts);
 // Fills `experts` (room for as many as the layer has) with those that are in their slots and returns how many; -1.
-int                    edgemoe_model_get_residents(const edgemoe_model * model, uint32_t layer, int32_t * experts);
+int                    edgemoe_model_get_residents(const edgemoe_model * model, int tier, uint32_t layer, int32_t * experts);
+// All tiers there are.
 void                   edgemoe_model_wait_cache(edgemoe_model * model);    // until nothing is on its way
 void                   edgemoe_model_stop_cache(edgemoe_model * model);    // for good: before contexts are freed
 void                   edgemoe_model_clear_cache(edgemoe_model * model);   // between computations

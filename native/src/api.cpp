@@ -18,17 +18,27 @@
 using namespace edgemoe;
 
 struct edgemoe_source {
-    std::unique_ptr<source> owned;   // empty for the source of a model
+    std::unique_ptr<source> owned;   // empty once a model has it
     const source *          s;
 };
 
 struct edgemoe_model {
     std::unique_ptr<model> m;
-    edgemoe_source         view;    // of the model's own source
     std::string            dense;   // pattern
-    std::string            fault;
+    std::string            fault, failure;
     router_tap             tap;     // of the context that was made with it
-    std::unique_ptr<router_feed> feed;
+    std::vector<std::unique_ptr<router_feed>> feeds;
+
+    std::vector<tier *> tiers() const {
+        std::vector<tier *> all;
+        if (m->cache) {
+            all.push_back(&m->cache->experts);
+        }
+        if (m->ram) {
+            all.push_back(&m->ram->experts);
+        }
+        return all;
+    }
 };
 
 struct edgemoe_recorder {
@@ -164,11 +174,11 @@ static int copy(const std::vector<int32_t> & from, int32_t * to) {
     return (int) from.size();
 }
 
-static const tier & tier_of(const edgemoe_model * model, uint32_t layer) {
-    if (!model->m->cache) {
-        throw std::logic_error("the model has no expert slots");
+static const tier & tier_of(const edgemoe_model * model, int which, uint32_t layer) {
+    if (which == EDGEMOE_IN_RAM ? !model->m->ram : !model->m->cache) {
+        throw std::logic_error(std::string("the model has no expert slots ") + (which == EDGEMOE_IN_RAM ? "in RAM" : "on a device"));
     }
-    const tier & t = model->m->cache->experts;
+    const tier & t = which == EDGEMOE_IN_RAM ? model->m->ram->experts : model->m->cache->experts;
     if (layer >= t.n_layers()) {
         throw std::out_of_range("layer index " + std::to_string(layer) + ", wanted less than " + std::to_string(t.n_layers()));
     }
@@ -181,6 +191,13 @@ static std::vector<int> block_numbers(const edgemoe_model & model) {
         layers.push_back((int) layer.index);
     }
     return layers;
+}
+
+// Policies that go by what routers say hear it.
+static void feed(edgemoe_model & model, tier & t) {
+    if (t.needs_probs()) {
+        model.feeds.push_back(std::make_unique<router_feed>(model.tap, t, block_numbers(model)));
+    }
 }
 
 static tier::visit begin(edgemoe_replay * replay, uint32_t layer, const int32_t * experts, const int32_t * n_tokens_of, uint32_t n, int64_t n_tokens) {
@@ -242,10 +259,12 @@ int edgemoe_kernel_multiply(const char * type, const char * isa, bool tiled, con
 
 const char * edgemoe_best_isa(void) { return isa_name(best_isa()); }
 
-edgemoe_source * edgemoe_source_open(const char * path) {
+edgemoe_source * edgemoe_source_open(const char * path, bool check_blobs) {
     return guarded([&] {
         auto s = source::open(path);
-        s->visit_blobs([](size_t, uint32_t, const file &) {});
+        if (check_blobs) {
+            s->visit_blobs([](size_t, uint32_t, const file &) {});
+        }
         const source * view = s.get();
         return new edgemoe_source { std::move(s), view };
     }, nullptr);
@@ -302,7 +321,7 @@ int edgemoe_source_read(const edgemoe_source * source, uint32_t index, uint32_t 
     }, -1);
 }
 
-edgemoe_model * edgemoe_model_open(const char * path, const char * level) {
+edgemoe_model * edgemoe_model_open(edgemoe_source * source, const char * level, const edgemoe_cache_options * ram) {
     return guarded([&] {
         const isa used = level ? isa_named(level) : best_isa();
         if (!isa_supported(used)) {
@@ -310,16 +329,22 @@ edgemoe_model * edgemoe_model_open(const char * path, const char * level) {
         }
         register_device();
         auto opened = std::make_unique<edgemoe_model>();
-        opened->m      = std::make_unique<model>(source::open(path), used);
-        opened->view.s = opened->m->src.get();
+        if (ram) {
+            const tables learned = tables_of(*ram);
+            const ram_options options = { tier_options_of(*ram, learned), ram->most_bytes, ram->fail_every, (size_t) ram->most_read };
+            opened->m = std::make_unique<model>(std::move(source->owned), used, &options);
+        } else {
+            opened->m = std::make_unique<model>(std::move(source->owned), used, nullptr);
+        }
+        if (opened->m->ram) {
+            feed(*opened, opened->m->ram->experts);
+        }
         opened->dense  = used == isa::none ? "" : dense_pattern(*opened->m->src);
         return opened.release();
     }, nullptr);
 }
 
 void edgemoe_model_close(edgemoe_model * model) { delete model; }
-
-edgemoe_source * edgemoe_model_source(edgemoe_model * model) { return &model->view; }
 
 void * edgemoe_model_buffer_type(edgemoe_model * model) { return model->m->buffer_type(); }
 
@@ -344,6 +369,11 @@ const char * edgemoe_model_fault(edgemoe_model * model) {
     return model->fault.empty() ? nullptr : model->fault.c_str();
 }
 
+const char * edgemoe_model_take_failure(edgemoe_model * model) {
+    model->failure = model->m->held.take_failure();
+    return model->failure.empty() ? nullptr : model->failure.c_str();
+}
+
 void edgemoe_model_get_stats(const edgemoe_model * model, edgemoe_stats * stats) {
     const counters & c = model->m->held.count;
     *stats = { c.n_events, c.n_pairs, c.n_accesses, c.n_accesses - c.n_on_device, c.n_on_device, c.n_refused, c.n_fused, c.bytes_accessed, c.compute_us };
@@ -354,10 +384,7 @@ int edgemoe_model_open_cache(edgemoe_model * model, const edgemoe_cache_options 
         try {
             const tables learned = tables_of(*o);
             model->m->open_cache({ o->device, tier_options_of(*o, learned), o->most_block_bytes, o->most_bytes, o->fail_every, o->poison });
-            tier & experts = model->m->cache->experts;
-            if (experts.needs_probs()) {
-                model->feed = std::make_unique<router_feed>(model->tap, experts, block_numbers(*model));
-            }
+            feed(*model, model->m->cache->experts);
             return 0;
         } catch (const no_room & e) {
             last_error = e.what();
@@ -371,19 +398,38 @@ void edgemoe_model_get_cache_info(const edgemoe_model * model, edgemoe_cache_inf
     *info = { c.slots.bytes(), c.slots.has_pinned(), miss_mode_name(c.experts.mode()), c.experts.cpu_rate(0), c.experts.load_rate(0) };
 }
 
-int edgemoe_model_get_access_counts(const edgemoe_model * model, int phase, uint32_t layer, edgemoe_access_counts * counts) {
-    return guarded([&] { *counts = border(tier_of(model, layer).counts((tier::phase) phase, layer)); return 0; }, -1);
+void edgemoe_model_get_ram_info(const edgemoe_model * model, edgemoe_ram_info * info) {
+    const ram_cache & c = *model->m->ram;
+    const ram_cache::counts reads = c.reads();
+    *info = { (uint64_t) c.budget(), (uint64_t) c.staging(), (uint64_t) c.experts.spent(0), (uint32_t) c.experts.n_present(0), model->m->bytes.direct(), reads.bytes_read,
+              reads.n_reads, reads.busy_us };
 }
 
-int edgemoe_model_get_residents(const edgemoe_model * model, uint32_t layer, int32_t * experts) {
-    return guarded([&] { return copy(tier_of(model, layer).residents(layer), experts); }, -1);
+int edgemoe_model_get_access_counts(const edgemoe_model * model, int which, int phase, uint32_t layer, edgemoe_access_counts * counts) {
+    return guarded([&] { *counts = border(tier_of(model, which, layer).counts((tier::phase) phase, layer)); return 0; }, -1);
 }
 
-void edgemoe_model_wait_cache(edgemoe_model * model) { model->m->cache->experts.wait_idle(); }
+int edgemoe_model_get_residents(const edgemoe_model * model, int which, uint32_t layer, int32_t * experts) {
+    return guarded([&] { return copy(tier_of(model, which, layer).residents(layer), experts); }, -1);
+}
 
-void edgemoe_model_stop_cache(edgemoe_model * model) { model->m->cache->experts.stop(); }
+void edgemoe_model_wait_cache(edgemoe_model * model) {
+    for (tier * t : model->tiers()) {
+        t->wait_idle();
+    }
+}
 
-void edgemoe_model_clear_cache(edgemoe_model * model) { model->m->cache->experts.clear(); }
+void edgemoe_model_stop_cache(edgemoe_model * model) {
+    for (tier * t : model->tiers()) {
+        t->stop();
+    }
+}
+
+void edgemoe_model_clear_cache(edgemoe_model * model) {
+    for (tier * t : model->tiers()) {
+        t->clear();
+    }
+}
 
 bool edgemoe_model_eval(void * node, bool ask, void * model) { return ((edgemoe_model *) model)->tap.eval((ggml_tensor *) node, ask); }
 
@@ -405,11 +451,22 @@ int64_t edgemoe_recorder_end(edgemoe_recorder * recorder) {
 
 const char * edgemoe_recorder_gating(const edgemoe_recorder * recorder) { return gating_name(recorder->r.how); }
 
-void edgemoe_model_begin_sequence(edgemoe_model * model) { model->m->cache->experts.begin_sequence(nullptr); }
+void edgemoe_model_begin_sequence(edgemoe_model * model) {
+    for (tier * t : model->tiers()) {
+        t->begin_sequence(nullptr);
+    }
+}
 
-bool edgemoe_model_wants_tokens(const edgemoe_model * model) { return model->m->cache->experts.needs_tokens(); }
+bool edgemoe_model_wants_tokens(const edgemoe_model * model) {
+    const std::vector<tier *> all = model->tiers();
+    return std::any_of(all.begin(), all.end(), [](const tier * t) { return t->needs_tokens(); });
+}
 
-void edgemoe_model_announce(edgemoe_model * model, const int32_t * token_ids, int64_t n_tokens, int32_t stage) { model->m->cache->experts.announce({ token_ids, n_tokens, stage }); }
+void edgemoe_model_announce(edgemoe_model * model, const int32_t * token_ids, int64_t n_tokens, int32_t stage) {
+    for (tier * t : model->tiers()) {
+        t->announce({ token_ids, n_tokens, stage });
+    }
+}
 
 const char * edgemoe_policies(void) {
     static const std::string all = describe_policies();
@@ -426,7 +483,13 @@ edgemoe_replay * edgemoe_replay_open(const uint32_t * n_expert, uint32_t n_layer
         for (uint32_t i = 0; i < n_layers; i++) {
             layers.push_back({ (int32_t) n_expert[i], 1, 0 });
         }
-        return new edgemoe_replay { { layers, tier_options_of(*o, learned), nullptr }, {} };
+        tier_options options = tier_options_of(*o, learned);
+        if (o->costs) {
+            options.cost.assign(o->costs, o->costs + n_layers);
+            options.budget    = (int64_t) o->most_bytes;
+            options.must_load = true;
+        }
+        return new edgemoe_replay { { layers, options, nullptr }, {} };
     }, nullptr);
 }
 

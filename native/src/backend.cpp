@@ -77,7 +77,7 @@ static void buffer_set(ggml_backend_buffer_t, ggml_tensor * t, const void * data
     }
 }
 
-static void buffer_get(ggml_backend_buffer_t, const ggml_tensor * t, void * data, size_t offset, size_t size) {
+static void buffer_get(ggml_backend_buffer_t buffer, const ggml_tensor * t, void * data, size_t offset, size_t size) {
     const owned_tensor * weight = weight_of(t);
     if (!weight) {
         memcpy(data, (const char *) t->data + offset, size);
@@ -85,11 +85,19 @@ static void buffer_get(ggml_backend_buffer_t, const ggml_tensor * t, void * data
     }
     // Back from strided to stacked, one expert at a time.
     const ggml_tensor * w = weight->tensor;
+    model & m = model_of(buffer->buft);
+    std::vector<char> from_disk(m.ram && weight->layer != owned_tensor::DENSE ? w->nb[2] : 0);
     const size_t per_expert = ggml_row_size(w->type, w->ne[0]) * (size_t) w->ne[1];
     for (size_t done = 0; done < size;) {
         const size_t e = (offset + done) / per_expert, within = (offset + done) % per_expert;
         const size_t n = std::min(per_expert - within, size - done);
-        memcpy((char *) data + done, (const char *) w->data + e * w->nb[2] + within, n);
+        const char * expert = (const char *) w->data + e * w->nb[2];
+        if (!from_disk.empty()) {
+            const expert_layer & layer = m.src->layers[weight->layer];
+            m.src->read(layer, layer.projections[weight->projection], (uint32_t) e, from_disk.data());
+            expert = from_disk.data();
+        }
+        memcpy((char *) data + done, expert + within, n);
         done += n;
     }
 }
@@ -135,7 +143,9 @@ struct model::ggml_side {
     ggml_backend_buffer_type buft;
 };
 
-model::model(std::unique_ptr<source> s, isa level) : src(std::move(s)), bytes(*src), held(*src, bytes, level), ggml(std::make_unique<ggml_side>()) {
+model::model(std::unique_ptr<source> s, isa level, const ram_options * in_ram)
+    : src(std::move(s)), places(in_ram && !src->layers.empty() ? std::make_unique<expert_memory>(*src) : nullptr), bytes(*src, places.get()),
+      ram(places ? std::make_unique<ram_cache>(*src, bytes, *places, *in_ram) : nullptr), held(*src, bytes, level), ggml(std::make_unique<ggml_side>()) {
     if (src->kind == source_kind::package) {
         ghost = std::make_unique<ghost_file>(src->ghost_header, src->ghost_bytes);
     }
@@ -151,6 +161,14 @@ void model::loaded() {
     for (const file & f : src->files) {
         dense.add(f.path);
     }
+    // libllama has mapped a GGUF with all its experts, and asked for its pages.
+    for (const expert_layer & layer : src->layers) {
+        for (const projection & p : layer.projections) {
+            if (ram && src->kind == source_kind::stacked) {
+                dense.forget(src->files[p.shard], p.offset, layer.n_expert * p.bytes);
+            }
+        }
+    }
 }
 
 void model::open_cache(const cache_options & options) {
@@ -160,7 +178,7 @@ void model::open_cache(const cache_options & options) {
     if (src->layers.empty()) {
         throw std::invalid_argument("a dense model has no experts to put into slots");
     }
-    cache = std::make_unique<device_cache>(*src, bytes, options);
+    cache = std::make_unique<device_cache>(*src, bytes, ram.get(), options);
 }
 
 std::string model::fault() {
@@ -178,7 +196,7 @@ static bool is_in_our_buffer(const ggml_tensor * t) { return t->buffer && is_our
 static owned lookup_weight(const ggml_tensor * t) {
     if (is_in_our_buffer(t) && weight_of(t)) {
         model & m = model_of(t->buffer->buft);
-        return { weight_of(t), &m.held, m.cache.get() };
+        return { weight_of(t), &m.held, m.cache.get(), m.ram.get() };
     }
     return {};
 }

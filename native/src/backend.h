@@ -16,8 +16,9 @@ void register_device();
 
 // One opened model. libllama holds buffers of its buffer type, so it must outlive the llama_model.
 struct model {
-    // `level` of the kernels; isa::none computes everything with ggml's own, bit-identical to llama.cpp.
-    model(std::unique_ptr<source> s, isa level);
+    // `level` of the kernels; isa::none computes everything with ggml's own, bit-identical to llama.cpp. `in_ram`: experts are in slots within a budget, and on the
+    // disk; NULL: all are mapped.
+    model(std::unique_ptr<source> s, isa level, const ram_options * in_ram);
     ~model();
 
     // libllama has loaded: waits until all experts are mapped, and guards libllama's own mappings too. Throws what is wrong with the package.
@@ -32,7 +33,9 @@ struct model {
 
     std::string ghost_path() const { return ghost ? ghost->path() : ""; }
 
+    std::unique_ptr<expert_memory> places;  // NULL: experts are mapped
     store                       bytes;
+    std::unique_ptr<ram_cache>  ram;        // as places
     weights                     held;
     std::unique_ptr<device_cache> cache;    // NULL: every expert is computed on the CPU
     std::unique_ptr<ghost_file> ghost;      // package only

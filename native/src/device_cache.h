@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device_slots.h"
+#include "ram_cache.h"
 #include "tier.h"
 
 #include <atomic>
@@ -18,18 +19,25 @@ struct cache_options {
     bool         poison = false;        // for tests: NaN in slots before an expert comes
 };
 
-struct device_cache {
-    // Throws when there is no such device, it has no room, or it cannot compute these experts.
-    device_cache(const source & s, const store & from, const cache_options & options);
+struct device_cache : carrier {
+    // `ram`: where experts are that are not mapped; or NULL. Throws when there is no such device, it has no room, or it cannot compute these experts.
+    device_cache(const source & s, const store & from, ram_cache * ram, const cache_options & options);
 
     device_slots slots;
-    tier         experts;
 
 private:
-    bool upload(const transfer & t);
+    bool carry(const transfer & t) override;
+    bool carry_from_disk(const transfer & t);
 
+    const source &        s;
+    const store &         from;
+    ram_cache * const     ram;
+    std::vector<char>     passing;   // an expert on its way from the disk to the device, which takes no slot in RAM
     uint32_t              fail_every;
     std::atomic<uint32_t> n_uploads{0};
+
+public:
+    tier experts;   // last: its lane uses the rest
 };
 
 } // namespace edgemoe

@@ -43,8 +43,8 @@ static bool same_shape(const expert_layer & a, const expert_layer & b) {
         [](const projection & p, const projection & q) { return p.type == q.type && p.n_in == q.n_in && p.n_out == q.n_out; });
 }
 
-device_slots::device_slots(const source & s, const store & from, ggml_backend_dev_t device, int32_t n_slots, int32_t n_staging, size_t most_block_bytes, size_t most_bytes)
-    : device(device), s(s), from(from), n_stage(n_staging) {
+device_slots::device_slots(const source & s, ggml_backend_dev_t device, int32_t n_slots, int32_t n_staging, size_t most_block_bytes, size_t most_bytes)
+    : device(device), s(s), n_stage(n_staging) {
     const ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
     const size_t most = std::min(most_block_bytes ? most_block_bytes : SIZE_MAX, ggml_backend_buft_get_max_size(buft));
     size_t n_tensors = 0, largest = 0;
@@ -96,12 +96,11 @@ const device_slots::block & device_slots::block_of(size_t layer, int32_t slot) c
     return slot >= all.back().first ? all.back() : all[(size_t) (slot / all[0].n)];
 }
 
-bool device_slots::write(size_t layer, int32_t expert, int32_t slot) {
+bool device_slots::write(size_t layer, int32_t slot, const char * const * projections) {
     const block & b = block_of(layer, slot);
     const expert_layer & info = s.layers[layer];
     for (size_t p = 0; p < info.projections.size(); p++) {
-        const expert_view view = from.view(layer, p);
-        const char * bytes = view.base + (size_t) expert * view.stride;
+        const char * bytes = projections[p];
         if (staging) {
             memcpy(ggml_backend_buffer_get_base(staging.get()), bytes, info.projections[p].bytes);
             bytes = (const char *) ggml_backend_buffer_get_base(staging.get());

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "source.h"
-#include "store.h"
 
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -25,15 +24,15 @@ struct device_slots {
     };
 
     // At most `most_block_bytes` per tensor and `most_bytes` in all; 0: as much as the device takes. Throws no_room, or when the device cannot compute with a type.
-    device_slots(const source & s, const store & from, ggml_backend_dev_t device, int32_t n_slots, int32_t n_staging, size_t most_block_bytes,
+    device_slots(const source & s, ggml_backend_dev_t device, int32_t n_slots, int32_t n_staging, size_t most_block_bytes,
         size_t most_bytes);
     ~device_slots();
 
     const std::vector<block> & blocks(size_t layer) const { return layers[layer]; }
     const block & block_of(size_t layer, int32_t slot) const;
     int32_t n_staging() const { return n_stage; }   // fewer than asked for where a device limits the size of a tensor
-    // Copies an expert into a slot. Called by one thread at a time. False when the device refuses.
-    bool   write(size_t layer, int32_t expert, int32_t slot);
+    // Copies an expert, given by its projections, into a slot. Called by one thread at a time. False when the device refuses.
+    bool   write(size_t layer, int32_t slot, const char * const * projections);
     // All bytes of all slots.
     void   fill(uint8_t value);
     size_t bytes() const;
@@ -47,7 +46,6 @@ private:
     using buffer = std::unique_ptr<ggml_backend_buffer, buffer_deleter>;
 
     const source & s;
-    const store &  from;
     int32_t        n_stage;
     std::unique_ptr<ggml_context, context_deleter> context;
     std::vector<std::vector<block>>                layers;

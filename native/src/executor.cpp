@@ -121,7 +121,7 @@ ggml_status executor::compute_plan(const graph_plan & plan, const owned & of) {
     return status;
 }
 
-// --- blocks: experts on a device and on the CPU at the same time ---
+// --- blocks: experts on a device and on the CPU at the same time, from RAM and from the disk ---
 
 void executor::prepare_runner(device_cache & cache) {
     if (!runner || &runner->slots != &cache.slots) {
@@ -130,13 +130,11 @@ void executor::prepare_runner(device_cache & cache) {
     }
 }
 
-static event event_of(const expert_block & b) {
+static event event_of(const expert_block & b, const std::vector<placed_pair> & pairs) {
     const size_t n_expert = (size_t) b.down->tensor->ne[2];
     std::vector<int32_t> count(n_expert, 0);
-    for (int64_t t = 0; t < b.n_tokens(); t++) {
-        for (int64_t k = 0; k < b.n_used(); k++) {
-            count[(size_t) b.expert_of(t, k)]++;
-        }
+    for (const placed_pair & p : pairs) {
+        count[(size_t) p.expert]++;
     }
     event e = { b.layer(), {}, {}, b.n_tokens() };
     for (size_t i = 0; i < n_expert; i++) {
@@ -206,7 +204,72 @@ static size_t n_experts_of(const std::vector<placed_pair> & pairs) {
     return experts.size();
 }
 
+// An expert that is named twice by one token must not stand twice in one row of ids: devices take that for an error, or worse.
+static bool has_one_input(const expert_block & b, const event & e) {
+    return b.n_tokens() == 1 && !b.x_per_pair() && (int64_t) e.experts.size() == b.n_used();
+}
+
 ggml_status executor::compute_block(const expert_block & b, const owned & of) {
+    // The block's output may lie where its input is: llama.cpp's graph needs the input no longer once it has the first products, but we do.
+    const int64_t per_token = b.x_per_pair() ? b.n_used() : 1, n_in = b.n_in();
+    inputs.clear();
+    float * x = (float *) inputs.take((size_t) (b.n_tokens() * per_token * n_in) * sizeof(float));
+    std::vector<placed_pair> pairs;
+    for (int64_t t = 0; t < b.n_tokens(); t++) {
+        for (int64_t k = 0; k < per_token; k++) {
+            memcpy(x + (t * per_token + k) * n_in, b.x_row(t, k), (size_t) n_in * sizeof(float));
+        }
+        for (int64_t k = 0; k < b.n_used(); k++) {
+            pairs.push_back({ (int32_t) t, (int32_t) k, b.expert_of(t, k), -1, x + (t * per_token + (b.x_per_pair() ? k : 0)) * n_in });
+        }
+    }
+    return of.cache && !b.products.empty() ? compute_with_device(b, of, pairs) : compute_here(b, of, pairs, has_one_input(b, event_of(b, pairs)));
+}
+
+// Pairs that are computed on the CPU, wherever their experts are now: those in RAM while the others are read, and each of these as soon as it is there.
+ggml_status executor::compute_here(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs, bool one_input) {
+    if (!of.ram || pairs.empty()) {
+        return compute_on_cpu(b, pairs, one_input);
+    }
+    tier & experts = of.ram->experts;
+    struct open_visit {
+        tier & experts;
+        tier::visit v;
+        ~open_visit() {
+            experts.wait(v);   // nothing may arrive in a slot of this event once it is over
+            experts.end(v, {});
+        }
+    } opened = { experts, experts.begin(event_of(b, pairs)) };
+    tier::visit & visit = opened.v;
+    std::vector<std::vector<placed_pair>> of_expert((size_t) b.down->tensor->ne[2]);
+    for (const placed_pair & p : pairs) {
+        of_expert[(size_t) p.expert].push_back(p);
+    }
+    std::vector<size_t> arrived;
+    std::vector<placed_pair> now;
+    bool failed;
+    while (experts.next(visit, arrived, failed)) {
+        if (failed) {
+            of.model->set_failure(of.ram->error());
+            return GGML_STATUS_FAILED;
+        }
+        now.clear();
+        for (const size_t i : arrived) {
+            const std::vector<placed_pair> & its = of_expert[(size_t) experts.expert_of(visit.layer, visit.e.experts[i])];
+            now.insert(now.end(), its.begin(), its.end());
+        }
+        const ggml_status status = compute_on_cpu(b, now, one_input);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        for (const size_t i : arrived) {
+            experts.release(visit, i);
+        }
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+ggml_status executor::compute_with_device(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs) {
     const auto start = std::chrono::steady_clock::now();
     const auto seconds_since = [](std::chrono::steady_clock::time_point then) { return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count(); };
     tier & experts = of.cache->experts;
@@ -217,16 +280,6 @@ ggml_status executor::compute_block(const expert_block & b, const owned & of) {
         return GGML_STATUS_FAILED;
     }
     device_runner & device = *runner;
-
-    // The block's output may lie where its input is: llama.cpp's graph needs the input no longer once it has the first products, but we do.
-    const int64_t per_token = b.x_per_pair() ? b.n_used() : 1, n_in = b.n_in();
-    inputs.clear();
-    float * x = (float *) inputs.take((size_t) (b.n_tokens() * per_token * n_in) * sizeof(float));
-    for (int64_t t = 0; t < b.n_tokens(); t++) {
-        for (int64_t k = 0; k < per_token; k++) {
-            memcpy(x + (t * per_token + k) * n_in, b.x_row(t, k), (size_t) n_in * sizeof(float));
-        }
-    }
     // Whatever happens, the visit ends: its experts are pinned until then.
     struct open_visit {
         tier & experts;
@@ -238,43 +291,39 @@ ggml_status executor::compute_block(const expert_block & b, const owned & of) {
             experts.end(v, cost);
         }
     };
-    open_visit opened = { experts, experts.begin(event_of(b)), { 0, 0, 0, 0, 0, b.n_tokens() * b.n_used() }, start };
+    open_visit opened = { experts, experts.begin(event_of(b, pairs)), { 0, 0, 0, 0, 0, b.n_tokens() * b.n_used() }, start };
     tier::visit & visit = opened.v;
     tier::cost & cost = opened.cost;
-    // An expert that is named twice by one token must not stand twice in one row of ids: devices take that for an error, or worse.
-    const bool one_input = b.n_tokens() == 1 && !b.x_per_pair() && (int64_t) visit.e.experts.size() == b.n_used();
+    const bool one_input = has_one_input(b, visit.e);
     std::vector<size_t> index((size_t) b.down->tensor->ne[2], 0);
     for (size_t i = 0; i < visit.e.experts.size(); i++) {
         index[(size_t) experts.expert_of(visit.layer, visit.e.experts[i])] = i;
     }
     // Each routed pair goes one way: to the device now, to the device when its expert has arrived, or to the CPU.
     std::vector<placed_pair> now, later, here;
-    for (int64_t t = 0; t < b.n_tokens(); t++) {
-        for (int64_t k = 0; k < b.n_used(); k++) {
-            const int32_t expert = b.expert_of(t, k);
-            const size_t i = index[(size_t) expert];
-            const placed_pair p = { (int32_t) t, (int32_t) k, expert, visit.slot[i], x + (t * per_token + (b.x_per_pair() ? k : 0)) * n_in };
-            (visit.awaited[i] != tier::arrival::none ? later : p.slot >= 0 ? now : here).push_back(p);
-        }
+    for (placed_pair p : pairs) {
+        const size_t i = index[(size_t) p.expert];
+        p.slot = visit.slot[i];
+        (visit.awaited[i] != tier::arrival::none ? later : p.slot >= 0 ? now : here).push_back(p);
     }
-    assert((int64_t) (now.size() + later.size() + here.size()) == b.n_tokens() * b.n_used());
+    assert(now.size() + later.size() + here.size() == pairs.size());
 
     ggml_status status = GGML_STATUS_SUCCESS;
     uint64_t n_refused = 0;
-    const auto on_cpu = [&](const std::vector<placed_pair> & pairs) {
-        if (status == GGML_STATUS_SUCCESS && !pairs.empty()) {
+    const auto on_cpu = [&](const std::vector<placed_pair> & some) {
+        if (status == GGML_STATUS_SUCCESS && !some.empty()) {
             const auto began = std::chrono::steady_clock::now();
-            status = compute_on_cpu(b, pairs, one_input);
+            status = compute_here(b, of, some, one_input);
             cost.cpu_seconds += seconds_since(began);
-            cost.n_cpu_pairs += (int64_t) pairs.size();
-            cost.cpu_bytes   += (double) n_experts_of(pairs) * (double) b.down->bytes_per_expert;
+            cost.n_cpu_pairs += (int64_t) some.size();
+            cost.cpu_bytes   += (double) n_experts_of(some) * (double) b.down->bytes_per_expert;
         }
     };
-    const auto collect = [&](bool launched, const std::vector<placed_pair> & pairs) {
+    const auto collect = [&](bool launched, const std::vector<placed_pair> & some) {
         // What a device cannot do, or fails to do, the CPU does.
-        if (!pairs.empty() && (!launched || !device.collect(b))) {
-            n_refused += pairs.size();
-            on_cpu(pairs);
+        if (!some.empty() && (!launched || !device.collect(b))) {
+            n_refused += some.size();
+            on_cpu(some);
         }
     };
     bool launched = !now.empty() && device.launch(b, now, one_input);
@@ -336,8 +385,13 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     }
     if (status == GGML_STATUS_SUCCESS) {
         memory.clear();
-        const bool whole_blocks = has_experts && of.cache;
-        std::unique_ptr<graph_plan> plan(has_kernels || whole_blocks ? new graph_plan(nodes, weights_of, whole_blocks, memory, n_threads) : nullptr);
+        using in = graph_plan::experts;
+        const in how = !has_experts ? in::fused : of.ram ? in::all_in_blocks : of.cache ? in::in_blocks : in::fused;
+        std::unique_ptr<graph_plan> plan(has_kernels || how != in::fused ? new graph_plan(nodes, weights_of, how, memory, n_threads) : nullptr);
+        if (of.ram && plan && plan->leaves_experts) {
+            of.model->set_fault("llama.cpp's graph has a product of experts in a form that edgemoe does not know: run it with all experts mapped (--ram mapped)");
+            return GGML_STATUS_FAILED;
+        }
         for (const swap & s : swapped) {
             s.node->src[0] = s.ours;
         }

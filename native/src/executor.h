@@ -1,5 +1,6 @@
 // Computes one split of llama.cpp's graph: checks and counts its expert products, puts our weights in place of libllama's stand-ins, and runs ggml's nodes and
-// our own steps in one go on ggml's thread pool. Where experts may lie on a device, those that do are computed there, and meanwhile the others on the CPU.
+// our own steps in one go on ggml's thread pool. Where experts may lie on a device, those that do are computed there, and meanwhile the others on the CPU; where they may
+// be on the disk, those that are in RAM are computed while the others come.
 //
 // An `executor` belongs to one llama context and is used by one thread at a time; executors of the same model meet in its counters and its cache.
 #pragma once
@@ -7,6 +8,7 @@
 #include "device_cache.h"
 #include "device_runner.h"
 #include "graph_plan.h"
+#include "ram_cache.h"
 #include "weights.h"
 
 #include "ggml-backend.h"
@@ -34,6 +36,8 @@ private:
     ggml_status compute_plan(const graph_plan & plan, const owned & of);
     ggml_status compute_items(const graph_plan & plan, size_t first, size_t end);
     ggml_status compute_block(const expert_block & b, const owned & of);
+    ggml_status compute_with_device(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs);
+    ggml_status compute_here(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs, bool one_input);
     ggml_status compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input);
     void        prepare_runner(device_cache & cache);
 

@@ -41,6 +41,9 @@ block_graph build_graph(ggml_context * c, const expert_block & b, const std::vec
         const bool whole = product->ne[0] == b.n_hidden;
         value.push_back(whole ? product : ggml_view_3d(c, product, b.n_hidden, n_ids, n_rows, product->nb[1], product->nb[2], (size_t) b.products[p].offset * sizeof(float)));
     }
+    if (b.products.empty()) {
+        value.push_back(g.x);
+    }
     size_t next_bias = 0;
     for (const elementwise & e : b.chain) {
         ggml_tensor * x = value[(size_t) e.a], * y = nullptr;

@@ -17,7 +17,7 @@ struct expert_block {
 
     const ggml_tensor *      x;            // [n_in, 1 or n_used, n_tokens]
     const ggml_tensor *      ids;          // [n_used, n_tokens]
-    std::vector<product>     products;     // values 0 ... of the chain
+    std::vector<product>     products;     // values 0 ... of the chain; none: x is the hidden value
     std::vector<elementwise> chain;        // the values after them
     int                      result;       // the value that is the hidden one
     int64_t                  n_hidden;

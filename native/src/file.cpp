@@ -1,5 +1,6 @@
 #include "file.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -22,6 +23,19 @@ size_t page_size() {
 
 [[noreturn]] static void fail(const std::string & path, const char * what) {
     throw std::runtime_error(path + ": " + what + ": " + strerror(errno));
+}
+
+static file_identity identity_of(int fd, const std::string & path) {
+    struct stat st;
+    if (fstat(fd, &st) != 0) {
+        fail(path, "cannot be read");
+    }
+#ifdef __APPLE__
+    const struct timespec changed = st.st_mtimespec;
+#else
+    const struct timespec changed = st.st_mtim;
+#endif
+    return { (uint64_t) st.st_dev, (uint64_t) st.st_ino, (uint64_t) st.st_size, (int64_t) changed.tv_sec * 1000000000 + changed.tv_nsec };
 }
 
 file::file(const std::string & path) : path(path) {
@@ -64,6 +78,85 @@ void file::read(void * dst, size_t n, uint64_t offset) const {
         }
         done += (size_t) got;
     }
+}
+
+file_identity file::identity() const { return identity_of(fd, path); }
+
+// --- direct reads ---
+
+direct_file::direct_file(const std::string & path) : path(path) {
+#ifdef O_DIRECT
+    direct = true;
+    fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+    if (fd < 0 && errno == EINVAL) {
+        reopen(0);
+    }
+#else
+    reopen(0);
+#endif
+    if (fd < 0) {
+        fail(path, "cannot be opened");
+    }
+}
+
+void direct_file::reopen(int flags) {
+    if (fd >= 0) {
+        close(fd);
+    }
+    direct = false;
+    fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | flags);
+#ifdef F_NOCACHE
+    direct = fd >= 0 && fcntl(fd, F_NOCACHE, 1) == 0;
+#endif
+}
+
+direct_file::direct_file(direct_file && other) noexcept : path(std::move(other.path)), direct(other.direct), fd(other.fd) {
+    other.fd = -1;
+}
+
+direct_file::~direct_file() {
+    if (fd >= 0) {
+        close(fd);
+    }
+}
+
+file_identity direct_file::identity() const { return identity_of(fd, path); }
+
+void direct_file::read(char * dst, size_t bytes, uint64_t offset, size_t most) {
+    const size_t page = page_size(), before = (size_t) (offset % page);
+    char * const   to   = dst - before;
+    const uint64_t from = offset - before;
+    const size_t   wanted = before + bytes;   // the end of it; whole pages are read
+    size_t done = 0;
+    while (done < wanted) {
+        size_t n = round_up(wanted, page) - done;
+        if (most) {
+            n = std::min(n, std::max(most / page, (size_t) 1) * page);
+        }
+        const ssize_t got = pread(fd, to + done, n, (off_t) (from + done));
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got < 0 && errno == EINVAL && direct && done == 0) {
+            reopen(0);   // some file systems take the flag and refuse the reads
+            if (fd >= 0) {
+                continue;
+            }
+        }
+        if (got < 0) {
+            fail(path, "cannot be read");
+        }
+        const size_t end = done + (size_t) got;
+        if (got == 0 || (end < wanted && end / page * page == done)) {
+            throw std::runtime_error(path + ": file ends at " + std::to_string(from + end) + ", wanted " + std::to_string(offset + bytes) + " bytes");
+        }
+        done = end < wanted ? end / page * page : end;   // a part of a page is read again
+    }
+#if defined(POSIX_FADV_DONTNEED)
+    if (!direct) {
+        posix_fadvise(fd, (off_t) from, (off_t) round_up(wanted, page), POSIX_FADV_DONTNEED);   // its bytes are held twice otherwise
+    }
+#endif
 }
 
 static int memory_descriptor() {
@@ -201,14 +294,70 @@ void region::map(size_t offset, const file & f, size_t length) {
     }
 }
 
+// --- memory ---
+
+arena::arena(size_t n) : bytes(round_up(n, page_size())) {
+    void * at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) {
+        fail(std::to_string(bytes) + " bytes of address space", "cannot be reserved");
+    }
+    begin = (char *) at;
+#ifdef MADV_NOHUGEPAGE
+    madvise(begin, bytes, MADV_NOHUGEPAGE);   // a large page would reach into the place of a neighbour, and could not be moved
+#endif
+}
+
+arena::~arena() {
+    munmap(begin, bytes);
+}
+
+void arena::move(size_t from, size_t to, size_t n) {
+#ifdef MREMAP_DONTUNMAP
+    // The range itself stays reserved. Fails on kernels before 5.7, and when the process has too many mappings.
+    if (mremap(begin + from, n, n, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, begin + to) != MAP_FAILED) {
+        return;
+    }
+#endif
+    (void) to;
+    drop(from, n);
+}
+
+void arena::drop(size_t at, size_t n) {
+#ifdef __APPLE__
+    mmap(begin + at, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+#else
+    madvise(begin + at, n, MADV_DONTNEED);
+#endif
+}
+
 bool region::lost() const {
     return guards[guard].lost.load();
 }
 
 foreign_mappings::~foreign_mappings() {
     for (int i = 0; i < n; i++) {
-        remove_guard(guards[i]);
+        remove_guard(mappings[i].guard);
     }
+}
+
+void foreign_mappings::forget(const file & f, uint64_t offset, uint64_t bytes) const {
+#if defined(POSIX_FADV_DONTNEED)
+    struct stat st;
+    if (fstat(f.fd, &st) != 0) {
+        return;
+    }
+    const uint64_t page = page_size(), first = round_up(offset, page), end = (offset + bytes) / page * page;
+    for (int i = 0; i < n; i++) {
+        const mapping & m = mappings[i];
+        const uint64_t a = std::max(first, m.offset), b = std::min(end, m.offset + m.bytes);
+        if (m.inode == (uint64_t) st.st_ino && a < b) {
+            madvise(m.begin + (a - m.offset), b - a, MADV_DONTNEED);
+        }
+    }
+    posix_fadvise(f.fd, (off_t) offset, (off_t) bytes, POSIX_FADV_DONTNEED);
+#else
+    (void) f, (void) offset, (void) bytes;
+#endif
 }
 
 void foreign_mappings::add(const std::string & path) {
@@ -226,8 +375,9 @@ void foreign_mappings::add(const std::string & path) {
     char line[8192];
     while (fgets(line, sizeof(line), maps) && n < MAX) {
         unsigned long begin, end, inode;
-        if (strstr(line, name.c_str()) && sscanf(line, "%lx-%lx %*s %*s %*s %lu", &begin, &end, &inode) == 3 && inode == (unsigned long) st.st_ino) {
-            guards[n++] = add_guard((void *) begin, end - begin);
+        unsigned long offset;
+        if (strstr(line, name.c_str()) && sscanf(line, "%lx-%lx %*s %lx %*s %lu", &begin, &end, &offset, &inode) == 4 && inode == (unsigned long) st.st_ino) {
+            mappings[n++] = { add_guard((void *) begin, end - begin), (char *) begin, offset, end - begin, inode };
         }
     }
     fclose(maps);
@@ -238,7 +388,7 @@ void foreign_mappings::add(const std::string & path) {
 
 bool foreign_mappings::lost() const {
     for (int i = 0; i < n; i++) {
-        if (edgemoe::guards[guards[i]].lost.load()) {
+        if (guards[mappings[i].guard].lost.load()) {
             return true;
         }
     }

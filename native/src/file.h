@@ -13,6 +13,14 @@ namespace edgemoe {
 size_t page_size();
 inline size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
+// What a file is, beside its name: another one that was put in its place, or written over, differs.
+struct file_identity {
+    uint64_t device = 0, inode = 0, bytes = 0;
+    int64_t  changed_ns = 0;
+
+    bool operator==(const file_identity & o) const { return device == o.device && inode == o.inode && bytes == o.bytes && changed_ns == o.changed_ns; }
+};
+
 // A read-only file. Errors are exceptions that name the path.
 struct file {
     explicit file(const std::string & path);
@@ -25,10 +33,33 @@ struct file {
 
     // Reads exactly `bytes` from `offset`; a shorter file is an error that says so.
     void read(void * dst, size_t bytes, uint64_t offset) const;
+    file_identity identity() const;
 
     std::string path;
     int         fd    = -1;
     uint64_t    bytes = 0;     // size when it was opened
+};
+
+// A read-only file whose reads go past the page cache (O_DIRECT), or, where its file system has no such reads, through it.
+struct direct_file {
+    explicit direct_file(const std::string & path);
+    direct_file(direct_file && other) noexcept;
+    direct_file(const direct_file &) = delete;
+    direct_file & operator=(const direct_file &) = delete;
+    ~direct_file();
+
+    file_identity identity() const;
+    // Reads exactly `bytes` from `offset`; a shorter file is an error that says so. `dst` is to lie in its page where `offset` lies in one of the file, and what else
+    // there is in the first and the last page is overwritten. `most` bytes per call of the system; 0: no limit.
+    void read(char * dst, size_t bytes, uint64_t offset, size_t most = 0);
+
+    std::string path;
+    bool        direct = false;
+
+private:
+    void reopen(int flags);
+
+    int fd = -1;
 };
 
 // A memory file: `content` followed by a hole up to `bytes`.
@@ -67,6 +98,25 @@ private:
     int    guard;
 };
 
+// Memory of the process's own in a reserved range of addresses, where pages come with the first write and can be moved without a copy. Offsets and sizes are multiples
+// of the page size.
+struct arena {
+    explicit arena(size_t bytes);
+    arena(const arena &) = delete;
+    arena & operator=(const arena &) = delete;
+    ~arena();
+
+    // [from, from + bytes) has no pages any more; where the system can do it, [to, to + bytes) has them now, instead of its own.
+    void move(size_t from, size_t to, size_t bytes);
+    void drop(size_t at, size_t bytes);
+
+    char * base() const { return begin; }
+
+private:
+    char * begin;
+    size_t bytes;
+};
+
 // Guards mappings of `path` that somebody else made in this process (libllama's mapping of the dense weights).
 struct foreign_mappings {
     foreign_mappings() = default;
@@ -76,10 +126,13 @@ struct foreign_mappings {
 
     void add(const std::string & path);
     bool lost() const;
+    // Takes these bytes of the file out of its mappings, and out of the page cache if nobody else has them mapped. They can still be read there, from the disk.
+    void forget(const file & f, uint64_t offset, uint64_t bytes) const;
 
 private:
     static constexpr int MAX = 64;
-    int guards[MAX];
+    struct mapping { int guard; char * begin; uint64_t offset, bytes, inode; };
+    mapping mappings[MAX];
     int n = 0;
 };
 

@@ -43,7 +43,7 @@ struct planner {
     graph_plan &                       plan;
     const std::vector<ggml_tensor *> & nodes;
     weight_lookup                      weights_of;
-    bool                               whole_blocks;
+    graph_plan::experts                how;
     workspace &                        memory;
     int                                n_threads;
 
@@ -89,6 +89,8 @@ struct planner {
     size_t take_dense(size_t i);
     size_t take_experts(size_t i);
     size_t take_pairs(size_t i);
+    bool   find_product(size_t i, expert_block & b) const;
+    void add_product(const owned_tensor & w, const routing & r, const quantized_rows & q, bool x_per_pair, const down_step::output & out);
     size_t next_node(size_t i) const;
     size_t find_block(size_t i, expert_block & b) const;
     int    resolve(block_search & found, const ggml_tensor * t, int64_t row, int depth) const;
@@ -99,8 +101,8 @@ struct planner {
     void take_weighted_sum(size_t & i, const routing & r, down_step::output & out);
 };
 
-graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, bool whole_blocks, workspace & memory, int n_threads) {
-    planner { *this, nodes, weights_of, whole_blocks, memory, n_threads }.run();
+graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, experts how, workspace & memory, int n_threads) {
+    planner { *this, nodes, weights_of, how, memory, n_threads }.run();
 }
 
 void planner::run() {
@@ -111,9 +113,10 @@ void planner::run() {
             n = take_dense(i);
         } else if (node->op == GGML_OP_MUL_MAT_ID) {
             n = take_experts(i);
-            n = n ? n : take_pairs(i);
+            n = n || how == graph_plan::experts::all_in_blocks ? n : take_pairs(i);
         }
         if (n == 0) {
+            plan.leaves_experts = plan.leaves_experts || (node->op == GGML_OP_MUL_MAT_ID && expert_weight(node));
             plan.items.push_back({ node, nullptr, nullptr });
             n = 1;
         }
@@ -363,6 +366,17 @@ size_t planner::find_block(size_t i, expert_block & b) const {
     return at_down;
 }
 
+// A product by itself: nothing lies between its input and the hidden values.
+bool planner::find_product(size_t i, expert_block & b) const {
+    ggml_tensor * node = nodes[i];
+    const ggml_tensor * x = node->src[1], * ids = node->src[2];
+    if (!expert_weight(node) || !has_float_rows(x) || !has_pair_rows(node, ids) || x->ne[2] != ids->ne[1] || (x->ne[1] != 1 && x->ne[1] != ids->ne[0]) || is_made_here(ids)) {
+        return false;
+    }
+    b = { x, ids, {}, {}, 0, x->ne[0], expert_weight(node), nullptr, node };
+    return true;
+}
+
 // The two halves of a block for the pairs of r; q has their inputs.
 void planner::compute_block(const expert_block & b, const routing & r, const quantized_rows & q, bool x_per_pair, const down_step::output & out) {
     const int64_t n_pairs = (int64_t) r.pairs.size();
@@ -392,10 +406,13 @@ size_t planner::take_experts(size_t i) {
     auto found = std::make_unique<expert_block>();
     size_t end = find_block(i, *found);
     if (!end) {
-        return 0;
+        if (how != graph_plan::experts::all_in_blocks || !find_product(i, *found)) {
+            return 0;
+        }
+        end = i;
     }
     const expert_block & b = *found;
-    if (whole_blocks) {
+    if (how != graph_plan::experts::fused) {
         plan.items.push_back({ nullptr, nullptr, found.get() });
         plan.blocks.push_back(std::move(found));
         plan.has_steps = true;
@@ -417,7 +434,7 @@ size_t planner::take_experts(size_t i) {
 
 graph_plan::graph_plan(const expert_block & b, const std::vector<block_pair> & pairs, workspace & memory, int n_threads) {
     const std::vector<ggml_tensor *> no_nodes;
-    planner p { *this, no_nodes, nullptr, false, memory, n_threads };
+    planner p { *this, no_nodes, nullptr, experts::in_blocks, memory, n_threads };
     std::vector<routing::pair> all;
     std::vector<const float *> inputs((size_t) (b.n_tokens() * b.n_used()), nullptr);
     const int64_t per_token = b.x_per_pair() ? b.n_used() : 1;
@@ -426,11 +443,15 @@ graph_plan::graph_plan(const expert_block & b, const std::vector<block_pair> & p
         inputs[(size_t) (each.token * per_token + (b.x_per_pair() ? each.k : 0))] = each.x;
     }
     const routing & r = p.sorted(std::move(all), b.ids, b.down->tensor->ne[2]);
-    const quantized_rows & q = p.quantize_rows(b.products[0].weight->k->activation, b.n_in(), std::move(inputs));
+    const quantized_rows & q = p.quantize_rows((b.products.empty() ? b.down : b.products[0].weight)->k->activation, b.n_in(), std::move(inputs));
     down_step::output out = {};
     out.bias = b.down_bias;
     set_output(out, b.output, false);
-    p.compute_block(b, r, q, b.x_per_pair(), out);
+    if (b.products.empty()) {
+        p.add_product(*b.down, r, q, b.x_per_pair(), out);
+    } else {
+        p.compute_block(b, r, q, b.x_per_pair(), out);
+    }
 }
 
 // After the block, of which nodes[i] is the last: router weights and sum. `i` moves to the last node that is taken.
@@ -485,16 +506,18 @@ size_t planner::take_pairs(size_t i) {
     }
     const routing & r = routing_of(ids, w->tensor->ne[2]);
     const quantized_rows & q = expert_input(x, w->k->activation);
+    down_step::output out = {};
+    set_output(out, node, false);
+    add_product(*w, r, q, per_pair, out);
+    return 1;
+}
+
+void planner::add_product(const owned_tensor & w, const routing & r, const quantized_rows & q, bool x_per_pair, const down_step::output & out) {
     std::vector<const void *> inputs;
     for (const routing::pair & p : r.pairs) {
-        inputs.push_back(q.row(per_pair ? p.token * r.n_used + p.k : p.token));
+        inputs.push_back(q.row(x_per_pair ? p.token * r.n_used + p.k : p.token));
     }
-    down_step::output out = {};
-    out.data         = (char *) node->data;
-    out.pair_stride  = node->nb[1];
-    out.token_stride = node->nb[2];
-    add_step(std::make_unique<down_step>(r, matrix_of(*w), std::move(inputs), out, n_threads));
-    return 1;
+    add_step(std::make_unique<down_step>(r, matrix_of(w), std::move(inputs), out, n_threads));
 }
 
 } // namespace edgemoe

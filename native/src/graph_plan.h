@@ -18,11 +18,13 @@ struct graph_plan {
     struct item { ggml_tensor * node; step * ours; const expert_block * block; };
     std::vector<item> items;
     bool              has_steps = false;   // or blocks
+    bool              leaves_experts = false;   // some products are ggml's nodes
     uint64_t          n_fused   = 0;       // whole experts
 
     // The ids of expert products must have been checked, and their data and the inputs of the split must be there: routings are sorted here.
-    // `whole_blocks`: experts are left in blocks.
-    graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, bool whole_blocks, workspace & memory, int n_threads);
+    // in_blocks: experts are left in blocks, where these are found; all_in_blocks: a product that belongs to none is one by itself.
+    enum class experts { fused, in_blocks, all_in_blocks };
+    graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, experts how, workspace & memory, int n_threads);
 
     // Some routed pairs of a block that have_kernels, from the inputs given with them; the rows go to where the block has them.
     struct block_pair { int32_t token, k; const float * x; };

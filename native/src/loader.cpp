@@ -4,8 +4,12 @@
 
 namespace edgemoe {
 
-loader::loader(std::function<bool(const transfer &)> upload, std::function<void(const transfer &, bool)> done)
-    : upload(std::move(upload)), done(std::move(done)), thread([this] { run(); }) {}
+loader::loader(const lanes & ways, std::function<bool(const transfer &)> upload, std::function<void(const transfer &, bool)> done)
+    : ways(ways), upload(std::move(upload)), done(std::move(done)) {
+    for (size_t i = 0; i < ways.n; i++) {
+        threads.emplace_back([this] { run(); });
+    }
+}
 
 loader::~loader() {
     stop();
@@ -16,51 +20,72 @@ void loader::stop() {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
     }
-    changed.notify_all();
-    if (thread.joinable()) {
-        thread.join();
+    work.notify_all();
+    for (std::thread & t : threads) {
+        if (t.joinable()) {
+            t.join();
+        }
     }
 }
 
-void loader::request(const transfer & t, bool demand) {
+void loader::request(const transfer & t, size_t bytes, bool demand) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        (demand ? demands : prefetches).push_back(t);
+        (demand ? demands : prefetches).push_back({ t, bytes });
     }
-    changed.notify_all();
+    work.notify_one();
 }
 
 void loader::promote(size_t layer, int32_t expert) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto it = std::find_if(prefetches.begin(), prefetches.end(), [&](const transfer & t) { return t.layer == layer && t.expert == expert; });
+    const auto it = std::find_if(prefetches.begin(), prefetches.end(), [&](const order & o) { return o.t.layer == layer && o.t.expert == expert; });
     if (it != prefetches.end()) {
         demands.push_back(*it);
         prefetches.erase(it);
+        work.notify_one();
     }
 }
 
 void loader::wait_idle() {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return !busy && demands.empty() && prefetches.empty(); });
+    idle.wait(lock, [&] { return n_busy == 0 && demands.empty() && prefetches.empty(); });
+}
+
+// A demand load overtakes prefetches: computation is waiting for it.
+bool loader::next(order & found, bool & demand) {
+    demand = !demands.empty();
+    std::deque<order> & queue = demand ? demands : prefetches;
+    if (queue.empty() || (!demand && n_prefetching >= ways.n_prefetches) || (n_busy > 0 && bytes_busy + queue.front().bytes > ways.most_bytes)) {
+        return false;
+    }
+    found = queue.front();
+    queue.pop_front();
+    return true;
 }
 
 void loader::run() {
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
-        changed.wait(lock, [&] { return stopping || !demands.empty() || !prefetches.empty(); });
+        order o;
+        bool demand = false;
+        work.wait(lock, [&] { return stopping || next(o, demand); });
         if (stopping) {
             return;
         }
-        // A demand load overtakes prefetches: computation is waiting for it.
-        std::deque<transfer> & queue = demands.empty() ? prefetches : demands;
-        const transfer next = queue.front();
-        queue.pop_front();
-        busy = true;
+        n_busy++;
+        bytes_busy    += o.bytes;
+        n_prefetching += !demand;
         lock.unlock();
-        done(next, upload(next));
+        done(o.t, upload(o.t));
         lock.lock();
-        busy = false;
-        changed.notify_all();
+        n_busy--;
+        bytes_busy    -= o.bytes;
+        n_prefetching -= !demand;
+        if (!demands.empty() || !prefetches.empty()) {
+            work.notify_one();   // there may be room for more than what this lane takes next
+        } else if (n_busy == 0) {
+            idle.notify_all();
+        }
     }
 }
 

@@ -12,10 +12,11 @@ expert_space::expert_space(const std::vector<int32_t> & n_expert, bool shared) :
     }
 }
 
+size_t expert_space::layer_of(int32_t expert) const {
+    return (size_t) (std::upper_bound(first.begin(), first.end(), expert) - first.begin()) - 1;
+}
+
 bool admission::admits(int32_t expert, int32_t victim, const scores & s) const {
-    if (victim < 0) {
-        return true;   // an empty slot
-    }
     switch (by) {
         case rule::used_more:     return s.n_uses[(size_t) expert] > s.n_uses[(size_t) victim];
         case rule::scored_higher: return s.score[(size_t) expert] > s.score[(size_t) victim];
@@ -24,17 +25,28 @@ bool admission::admits(int32_t expert, int32_t victim, const scores & s) const {
 }
 
 residency::residency(const expert_space & space, int32_t n_slots_per_layer)
-    : space(space), slot_of_expert((size_t) space.n_all(), -1), protection((size_t) space.n_all(), 0) {
+    : space(space), cost(space.n_layers(), 1), slot_of_expert((size_t) space.n_all(), -1), protection((size_t) space.n_all(), 0) {
     for (size_t layer = 0; layer < space.n_layers(); layer++) {
         const int32_t n = std::min(space.n_expert(layer), n_slots_per_layer);
         if (layer == 0 || !space.shared) {
-            pools.push_back({ slots.size(), 0, 0 });
+            pools.push_back({ slots.size(), 0, 0, 0, 0 });
         }
-        pools.back().n += n;
+        pools.back().n      += n;
+        pools.back().budget += n;
         slots.resize(slots.size() + (size_t) n);
         first_slot.insert(first_slot.end(), (size_t) space.n_expert(layer), pools.back().first);
     }
 }
+
+residency::residency(const expert_space & space, const std::vector<int64_t> & cost, int64_t budget)
+    : space(space), cost(cost), slot_of_expert((size_t) space.n_all(), -1), first_slot((size_t) space.n_all(), 0), protection((size_t) space.n_all(), 0) {
+    assert(space.shared);
+    const int64_t n = budget / *std::min_element(cost.begin(), cost.end());
+    pools.push_back({ 0, (int32_t) std::min<int64_t>(n, space.n_all()), 0, budget, 0 });
+    slots.resize((size_t) pools[0].n);
+}
+
+int64_t residency::cost_of(int32_t expert) const { return cost[space.layer_of(expert)]; }
 
 int32_t residency::slot_of(int32_t expert) const {
     const int32_t at = slot_of_expert[(size_t) expert];
@@ -64,10 +76,7 @@ size_t residency::lowest(const pool & p, const scores & by) const {
     size_t found = NO_SLOT;
     for (size_t s = p.first; s < p.first + (size_t) p.n; s++) {
         const slot & at = slots[s];
-        if (at.expert < 0) {
-            return s;
-        }
-        if (at.loading || at.n_pins > 0 || protection[(size_t) at.expert] == now) {
+        if (at.expert < 0 || at.loading || at.n_pins > 0 || protection[(size_t) at.expert] == now) {
             continue;
         }
         if (found == NO_SLOT || by.lower(at.expert, slots[found].expert)) {
@@ -77,23 +86,51 @@ size_t residency::lowest(const pool & p, const scores & by) const {
     return found;
 }
 
+size_t residency::empty(const pool & p) const {
+    size_t s = p.first;
+    while (slots[s].expert >= 0) {
+        s++;
+    }
+    return s;
+}
+
+void residency::leave(pool & p, slot & at) {
+    slot_of_expert[(size_t) at.expert] = -1;
+    p.spent -= cost_of(at.expert);
+    p.n_filled--;
+    at = {};
+}
+
 bool residency::insert(size_t layer, int32_t expert, const scores & by, insertion & done, const admission & rule) {
     assert(!present(expert));
     pool & p = pools[space.pool_of(layer)];
-    const size_t s = lowest(p, by);
-    if (s == NO_SLOT || !rule.admits(expert, slots[s].expert, by)) {
-        return false;
-    }
-    slot & at = slots[s];
-    done = { expert, (int32_t) (s - p.first), at.expert };
-    if (at.expert >= 0) {
-        slot_of_expert[(size_t) at.expert] = -1;
+    size_t s;
+    int32_t evicted = -1;
+    if (full(layer)) {
+        s = lowest(p, by);
+        if (s == NO_SLOT || !rule.admits(expert, slots[s].expert, by)) {
+            return false;
+        }
+        evicted = slots[s].expert;
+        leave(p, slots[s]);
+        while (p.spent + cost[layer] > p.budget) {
+            const size_t more = lowest(p, by);
+            if (more == NO_SLOT) {
+                gone.push_back(evicted);   // all others are in use: in vain
+                return false;
+            }
+            gone.push_back(slots[more].expert);
+            leave(p, slots[more]);
+        }
     } else {
-        p.n_filled++;
+        s = empty(p);
     }
-    at.expert  = expert;
-    at.loading = true;
+    done = { expert, (int32_t) (s - p.first), evicted };
+    slots[s].expert  = expert;
+    slots[s].loading = true;
     slot_of_expert[(size_t) expert] = done.slot;
+    p.spent += cost[layer];
+    p.n_filled++;
     return true;
 }
 
@@ -146,9 +183,7 @@ void residency::finish(size_t layer, int32_t s, bool loaded) {
     assert(at.loading);
     at.loading = false;
     if (!loaded) {
-        slot_of_expert[(size_t) at.expert] = -1;
-        at = {};
-        p.n_filled--;
+        leave(p, at);
     }
 }
 

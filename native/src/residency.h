@@ -20,6 +20,7 @@ struct expert_space {
     int32_t n_all() const { return first.back(); }
     int32_t n_expert(size_t layer) const { return first[layer + 1] - first[layer]; }
     size_t  pool_of(size_t layer) const { return shared ? 0 : layer; }
+    size_t  layer_of(int32_t expert) const;
 };
 
 // One layer in one step: the distinct experts that its tokens need, ascending, and how many tokens need each. Experts are keys.
@@ -63,11 +64,15 @@ struct residency {
     struct insertion { int32_t expert, slot, evicted; };   // evicted: -1 when the slot was empty
 
     residency(const expert_space & space, int32_t n_slots_per_layer);
+    // A pool of all layers within a budget, where an expert of a layer takes `cost[layer]` of it. Of cheaper experts there are then more in it.
+    residency(const expert_space & space, const std::vector<int64_t> & cost, int64_t budget);
 
     // Of the layer's pool.
     int32_t n_slots(size_t layer) const { return pools[space.pool_of(layer)].n; }
     int32_t n_present(size_t layer) const { return pools[space.pool_of(layer)].n_filled; }
-    bool    full(size_t layer) const { return n_present(layer) == n_slots(layer); }
+    // An expert of this layer costs another its place.
+    bool    full(size_t layer) const { const pool & p = pools[space.pool_of(layer)]; return p.n_filled == p.n || p.spent + cost[layer] > p.budget; }
+    int64_t spent(size_t layer) const { return pools[space.pool_of(layer)].spent; }
 
     // The slot in the expert's pool whose bytes may be used, or -1.
     int32_t slot_of(int32_t expert) const;
@@ -80,7 +85,8 @@ struct residency {
     // These stay as well, until others are named.
     void protect(const std::vector<int32_t> & experts);
 
-    // Begins the load of `expert`, which is not present, in an empty slot or in the place of the lowest. False when nothing may be replaced, or not by this one.
+    // Begins the load of `expert`, which is not present, in an empty slot or in the place of the lowest. False when nothing may be replaced, or not by this one. Where
+    // the lowest costs less than the newcomer, more of them go: these are added to `gone`.
     bool insert(size_t layer, int32_t expert, const scores & by, insertion & done, const admission & rule = {});
     // After an event: brings in those of `candidates` that are absent, in their order. No member of the event is evicted, unless the members need not stay.
     void update(const event & e, const std::vector<int32_t> & candidates, const scores & by, const admission & rule, bool keep_members, std::vector<insertion> & done);
@@ -90,20 +96,27 @@ struct residency {
     // Before an event: those of `wanted` that are absent come in, in their order, in the places of the lowest that are not wanted.
     void bring(size_t layer, const std::vector<int32_t> & wanted, const scores & by, std::vector<insertion> & done);
 
+    // Whom an insertion has evicted beside the one whose slot it took, since this was last emptied.
+    std::vector<int32_t> gone;
+
     // The bytes of a slot are there, or will not come.
     void finish(size_t layer, int32_t slot, bool loaded);
 
 private:
     struct slot { int32_t expert = -1; int32_t n_pins = 0; bool loading = false; };
-    struct pool { size_t first; int32_t n, n_filled; };
+    struct pool { size_t first; int32_t n, n_filled; int64_t budget, spent; };
 
-    size_t lowest(const pool & p, const scores & by) const;   // a slot, or NO_SLOT
+    size_t lowest(const pool & p, const scores & by) const;   // a slot with somebody in it, or NO_SLOT
+    size_t empty(const pool & p) const;                       // there is one
+    void   leave(pool & p, slot & at);
+    int64_t cost_of(int32_t expert) const;
 
     static constexpr size_t NO_SLOT = SIZE_MAX;
 
     expert_space          space;
     std::vector<slot>     slots;
     std::vector<pool>     pools;
+    std::vector<int64_t>  cost;             // of an expert, per layer
     std::vector<int32_t>  slot_of_expert;   // in its pool
     std::vector<size_t>   first_slot;       // of the expert's pool
     std::vector<uint64_t> protection;       // == now: protected

@@ -23,6 +23,9 @@ struct projection {
     uint32_t    shard = 0;    // stacked: index into files
 };
 
+// gate, up and down; or a fused one, and down.
+constexpr size_t MOST_PROJECTIONS = 4;
+
 struct expert_layer {
     uint32_t                index;       // blk.<index>
     uint32_t                n_expert;

@@ -39,9 +39,9 @@ static policy_source with(const tables & learned, policy_source from) {
     return from;
 }
 
-tier::tier(std::vector<tier_layer> infos, const tier_options & options, std::function<bool(const transfer &)> how)
-    : options(options), upload(std::move(how)), learned(options.from.learned ? *options.from.learned : tables()), space(n_experts(infos), options.shared),
-      in(space, options.n_slots), by(make_policy(options.policy, space, in, with(learned, options.from))), unused((size_t) space.n_all(), 0), choice(options.misses),
+tier::tier(std::vector<tier_layer> infos, const tier_options & options, carrier * who)
+    : options(options), carries(who), learned(options.from.learned ? *options.from.learned : tables()), space(n_experts(infos), options.shared),
+      in(new_residency()), by(make_policy(options.policy, space, in, with(learned, options.from))), unused((size_t) space.n_all(), 0), choice(options.misses),
       prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 3, 0, 0 }), stage((size_t) options.n_staging) {
     if (this->options.rule.by == admission::rule::anyone) {
         this->options.rule.by = by->admits();
@@ -49,9 +49,13 @@ tier::tier(std::vector<tier_layer> infos, const tier_options & options, std::fun
     for (const tier_layer & info : infos) {
         layers.push_back({ info, {}, {}, {} });
     }
-    if (upload && !options.inline_loads) {
-        moving = std::make_unique<loader>([this](const transfer & t) { return timed_upload(t); }, [this](const transfer & t, bool loaded) { finished(t, loaded); });
+    if (carries && !options.inline_loads) {
+        moving = std::make_unique<loader>(options.ways, [this](const transfer & t) { return timed_carry(t); }, [this](const transfer & t, bool loaded) { finished(t, loaded); });
     }
+}
+
+residency tier::new_residency() const {
+    return options.budget ? residency(space, options.cost, options.budget) : residency(space, options.n_slots);
 }
 
 void tier::wait_idle() {
@@ -66,11 +70,11 @@ void tier::stop() {
     }
 }
 
-// --- what the loader's thread does ---
+// --- what the loader's lanes do ---
 
-bool tier::timed_upload(const transfer & t) {
+bool tier::timed_carry(const transfer & t) {
     const auto start = clock::now();
-    const bool ok = upload(t);
+    const bool ok = carries->carry(t);
     const double seconds = seconds_since(start);
     std::lock_guard<std::mutex> lock(mutex);
     const tier_layer & info = layers[t.layer].info;
@@ -97,9 +101,24 @@ void tier::finished(const transfer & t, bool loaded) {
 
 // --- events; the mutex is held by those that are not public ---
 
-// `counts`: not when an expert moves from a staging slot to one of its layer, which is no new load of it.
+// Those who went for somebody else's sake, without leaving him their slot.
+void tier::account_for_gone(access_counts & c) {
+    for (const int32_t key : in.gone) {
+        c.n_evicted++;
+        c.n_unused += unused[(size_t) key];
+        unused[(size_t) key] = 0;
+        if (carries) {
+            const size_t layer = space.layer_of(key);
+            carries->left(layer, expert_of(layer, key));
+        }
+    }
+    in.gone.clear();
+}
+
+// `counted`: not when an expert moves from a staging slot to one of its layer, which is no new load of it.
 void tier::request(size_t layer, const residency::insertion & i, phase when, bool demand, bool counted) {
     access_counts & c = layers[layer].counts[(size_t) when];
+    account_for_gone(c);
     (demand ? c.n_demand : c.n_proactive) += counted;
     c.bytes_loaded += counted ? layers[layer].info.bytes_per_expert : 0;
     c.n_evicted    += i.evicted >= 0;
@@ -113,14 +132,18 @@ void tier::request(size_t layer, const residency::insertion & i, phase when, boo
         by->inserted(i.expert);
     }
     const transfer t = { layer, expert_of(layer, i.expert), i.slot };
+    if (carries && !counted && carries->adopt(t)) {
+        in.finish(layer, i.slot, true);
+        return;
+    }
     if (moving) {
-        moving->request(t, demand);
+        moving->request(t, layers[layer].info.bytes_per_expert, demand);
         return;
     }
     bool loaded = true;
-    if (upload) {
+    if (carries) {
         const auto start = clock::now();
-        loaded = upload(t);
+        loaded = carries->carry(t);
         if (loaded) {
             choice.loaded(layers[layer].info.kind, (double) layers[layer].info.bytes_per_expert, seconds_since(start));
         }
@@ -133,10 +156,6 @@ void tier::request(size_t layer, const residency::insertion & i, phase when, boo
     }
 }
 
-size_t tier::layer_of(int32_t expert) const {
-    return (size_t) (std::upper_bound(space.first.begin(), space.first.end(), expert) - space.first.begin()) - 1;
-}
-
 int32_t tier::staged_at(int32_t expert) const {
     for (size_t s = 0; s < stage.size(); s++) {
         if (stage[s].expert == expert) {
@@ -146,10 +165,10 @@ int32_t tier::staged_at(int32_t expert) const {
     return -1;
 }
 
-// A staging slot into which nothing is on its way: an upload that was asked for earlier must not come after one that was asked for later.
+// A staging slot into which nothing is on its way: a load that was asked for earlier must not come after one that was asked for later.
 int32_t tier::free_stage(size_t from) const {
     for (size_t s = from; s < stage.size(); s++) {
-        if (stage[s].state != staging::loading) {
+        if (stage[s].state != staging::loading && !stage[s].in_use) {
             return (int32_t) s;
         }
     }
@@ -161,7 +180,7 @@ void tier::empty(staging_slot & s) {
         return;
     }
     if (s.expert >= 0 && unused[(size_t) s.expert]) {
-        layers[layer_of(s.expert)].counts[(size_t) phase::decode].n_unused++;
+        layers[space.layer_of(s.expert)].counts[(size_t) phase::decode].n_unused++;
         unused[(size_t) s.expert] = 0;
     }
     s = {};
@@ -173,6 +192,7 @@ void tier::release_stage(visit & v) {
         for (staging_slot & s : stage) {
             empty(s);
         }
+        arrived.notify_all();   // somebody may wait for the stage
     }
 }
 
@@ -184,7 +204,7 @@ bool tier::through_stage(visit & v, size_t i, size_t & at) {
     }
     at = (size_t) s + 1;
     empty(stage[(size_t) s]);
-    stage[(size_t) s] = { v.e.experts[i], staging::loading };
+    stage[(size_t) s] = { v.e.experts[i], staging::loading, true };
     stage_taken = v.uses_stage = v.any_awaited = true;
     v.awaited[i] = arrival::staged;
     request(v.layer, { v.e.experts[i], in.n_slots(v.layer) + s, -1 }, v.when, true);
@@ -207,10 +227,11 @@ const std::vector<size_t> & tier::by_worth(const visit & v) {
 void tier::demand(visit & v) {
     const size_t n_experts = v.e.experts.size();
     // With fewer slots than the event needs, each load would push out what the next event wants first: such a cache only takes what the policy brings in.
-    if (v.when == phase::prompt || (int32_t) n_experts > in.n_slots(v.layer)) {
+    if (!options.must_load && (v.when == phase::prompt || (int32_t) n_experts > in.n_slots(v.layer))) {
         return;
     }
-    int32_t n_to_load = choice.n_to_load((int32_t) std::count(v.slot.begin(), v.slot.end(), -1), layers[v.layer].info.kind);
+    const int32_t n_misses = (int32_t) std::count(v.slot.begin(), v.slot.end(), -1);
+    int32_t n_to_load = options.must_load ? n_misses : choice.n_to_load(n_misses, layers[v.layer].info.kind);
     if (n_to_load == 0) {
         return;
     }
@@ -228,7 +249,8 @@ void tier::demand(visit & v) {
             in.pin(expert);
         } else {
             residency::insertion at;
-            const bool may_stay = !in.full(v.layer) || (by->admits_misses() && by->keeps_members());   // else that is decided after the event
+            // Else that is decided after the event. Of a prompt nothing takes another's place.
+            const bool may_stay = !in.full(v.layer) || (v.when == phase::decode && by->admits_misses() && by->keeps_members());
             if (may_stay && in.insert(v.layer, expert, by->by, at, options.rule)) {
                 request(v.layer, at, v.when, true);
                 v.awaited[i] = arrival::demanded;
@@ -236,6 +258,9 @@ void tier::demand(visit & v) {
                     in.pin(expert);
                 }
             } else if (!stage_is_free || !through_stage(v, i, next_stage)) {
+                if (options.must_load) {
+                    v.awaited[i] = arrival::pending;
+                }
                 continue;
             }
         }
@@ -243,11 +268,12 @@ void tier::demand(visit & v) {
         n_to_load--;
     }
     in.protect({});
+    account_for_gone(layers[v.layer].counts[(size_t) v.when]);
 }
 
 // A prompt's misses that are worth the way to the device and back out of the cache.
 void tier::stream(visit & v) {
-    if (v.when != phase::prompt || stage.empty() || stage_taken || options.misses == "cpu") {
+    if (v.when != phase::prompt || stage.empty() || stage_taken || options.must_load || options.misses == "cpu") {
         return;
     }
     const tier_layer & info = layers[v.layer].info;
@@ -323,6 +349,7 @@ tier::visit tier::begin(event e) {
     }
     v.slot.assign(n, -1);
     v.awaited.assign(n, arrival::none);
+    v.named.assign(n, false);
     v.left_alone = (v.when == phase::prompt ? prompt_choice : choice).mode() == miss_mode::off;
     for (size_t i = 0; i < n; i++) {
         const int32_t expert = v.e.experts[i], at = in.slot_of(expert);
@@ -338,7 +365,7 @@ tier::visit tier::begin(event e) {
             const int32_t s = staged_at(expert);
             if (s >= 0 && stage[(size_t) s].state == staging::loaded && (!stage_taken || v.uses_stage)) {
                 v.slot[i] = in.n_slots(v.layer) + s;
-                stage_taken = v.uses_stage = true;
+                stage_taken = v.uses_stage = stage[(size_t) s].in_use = true;
                 unused[(size_t) expert] = 0;
             }
         }
@@ -364,6 +391,9 @@ void tier::wait(visit & v) {
     std::unique_lock<std::mutex> lock(mutex);
     for (size_t i = 0; i < v.slot.size(); i++) {
         const int32_t expert = v.e.experts[i];
+        if (v.named[i] || v.awaited[i] == arrival::pending) {
+            continue;
+        }
         if (v.awaited[i] == arrival::staged) {
             const size_t at = (size_t) staged_at(expert);
             arrived.wait(lock, [&] { return stage[at].state != staging::loading; });
@@ -375,6 +405,63 @@ void tier::wait(visit & v) {
         }
     }
     layers[v.layer].counts[(size_t) v.when].stall_us += moving ? (uint64_t) (1e6 * seconds_since(start)) : 0;
+}
+
+bool tier::next(visit & v, std::vector<size_t> & there, bool & failed) {
+    there.clear();
+    failed = false;
+    const auto start = clock::now();
+    std::unique_lock<std::mutex> lock(mutex);
+    size_t n_left = 0;
+    while (there.empty() && !failed) {
+        n_left = 0;
+        for (size_t i = 0; i < v.slot.size(); i++) {
+            if (v.named[i]) {
+                continue;
+            }
+            n_left++;
+            size_t any = 0;
+            const int32_t expert = v.e.experts[i];
+            if (v.awaited[i] == arrival::pending && (!stage_taken || v.uses_stage)) {
+                through_stage(v, i, any);
+            }
+            bool lost = false;
+            if (v.awaited[i] == arrival::staged) {
+                const size_t at = (size_t) staged_at(expert);
+                v.slot[i] = stage[at].state == staging::loaded ? in.n_slots(v.layer) + (int32_t) at : -1;
+                lost      = stage[at].state == staging::failed;
+            } else if (v.awaited[i] == arrival::demanded || v.awaited[i] == arrival::late) {
+                v.slot[i] = in.slot_of(expert);
+                lost      = !in.present(expert);
+            }
+            failed = failed || lost;
+            if (v.slot[i] >= 0) {
+                unused[(size_t) expert] = 0;
+                v.named[i] = true;
+                there.push_back(i);
+            }
+        }
+        if (n_left == 0) {
+            break;
+        }
+        if (there.empty() && !failed) {
+            arrived.wait(lock);
+        }
+    }
+    layers[v.layer].counts[(size_t) v.when].stall_us += n_left ? (uint64_t) (1e6 * seconds_since(start)) : 0;
+    return n_left > 0;
+}
+
+void tier::release(visit & v, size_t i) {
+    if (v.slot[i] < 0 || !is_staging(v.layer, v.slot[i])) {
+        return;   // the others stay pinned until the event ends
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    staging_slot & s = stage[(size_t) (v.slot[i] - in.n_slots(v.layer))];
+    // Where nobody waits for a slot it keeps this one: the policy may want it to stay.
+    if (std::any_of(v.awaited.begin(), v.awaited.end(), [](arrival a) { return a == arrival::pending; })) {
+        empty(s);
+    }
 }
 
 // What the policy has asked for.
@@ -396,7 +483,7 @@ void tier::grant(phase when) {
             }
         }
         for (const residency::insertion & i : changes) {
-            request(layer_of(i.expert), i, when, false);   // which need not be the wish's where all share their slots
+            request(space.layer_of(i.expert), i, when, false);   // which need not be the wish's where all share their slots
         }
     }
     wishes.clear();
@@ -428,8 +515,8 @@ void tier::bring_in(visit & v) {
         by->foresee(v.e, wishes);
     }
     grant(v.when);
-    // An empty slot costs nobody a place.
-    for (size_t i = 0; i < missing.size() && !in.full(v.layer); i++) {
+    // An empty slot costs nobody a place. Where all misses are loaded, one that had a place to stay has it.
+    for (size_t i = 0; i < missing.size() && !in.full(v.layer) && !options.must_load; i++) {
         residency::insertion at;
         if (!in.present(missing[i]) && in.insert(v.layer, missing[i], by->by, at)) {
             request(v.layer, at, v.when, false);
@@ -481,12 +568,13 @@ void tier::end(visit & v, const cost & c) {
         step_pairs   += c.n_pairs;
     }
     bring_in(v);
+    account_for_gone(n);
 }
 
 void tier::clear() {
     wait_idle();
     std::lock_guard<std::mutex> lock(mutex);
-    in = residency(space, options.n_slots);
+    in = new_residency();
     by->reset();
     stage.assign(stage.size(), {});
     unused.assign(unused.size(), 0);
@@ -507,6 +595,31 @@ std::vector<int32_t> tier::residents(size_t layer) const {
         }
     }
     return experts;
+}
+
+bool tier::hold(size_t layer, int32_t expert) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int32_t key = key_of(layer, expert);
+    if (in.slot_of(key) < 0) {
+        return false;
+    }
+    in.pin(key);
+    return true;
+}
+
+void tier::let_go(size_t layer, int32_t expert) {
+    std::lock_guard<std::mutex> lock(mutex);
+    in.unpin(key_of(layer, expert));
+}
+
+int64_t tier::spent(size_t layer) const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return in.spent(layer);
+}
+
+int32_t tier::n_present(size_t layer) const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return in.n_present(layer);
 }
 
 miss_mode tier::mode() const {

@@ -1,8 +1,8 @@
-// A tier of expert slots: for every layer which experts are in, by which policy, with one loader for all. What a slot is made of is the business of whoever
-// gives the `upload` function; here slots are numbers.
+// A tier of expert slots, on a device or in RAM: which experts are in, by which policy, with one loader for all layers. What a slot is made of is the business of the
+// carrier; here slots are numbers.
 //
-// Threads: any number may run events (one llama context each); the loader's thread reports back. All meet in `mutex`, which is never held during an upload or a
-// computation. Between begin and end the experts that an event uses are pinned.
+// Threads: any number may run events (one llama context each); the loader's lanes report back. All meet in `mutex`, which is never held while bytes move or experts are
+// computed. Between begin and end the experts that an event uses are pinned.
 #pragma once
 
 #include "loader.h"
@@ -11,7 +11,6 @@
 #include "residency.h"
 
 #include <array>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,9 +29,24 @@ struct access_counts {
     access_counts & operator+=(const access_counts & o);
 };
 
+// Who moves bytes into slots.
+struct carrier {
+    virtual ~carrier() = default;
+    // Brings an expert into a slot, however long that takes. On a lane of the loader; must not throw. False: it failed.
+    virtual bool carry(const transfer & t) = 0;
+    // True when the slot has the expert's bytes at once, because they are in a staging slot whose contents need not be moved.
+    virtual bool adopt(const transfer &) { return false; }
+    // Evicted, and its slot stays empty.
+    virtual void left(size_t layer, int32_t expert) { (void) layer, (void) expert; }
+};
+
 struct tier_options {
     int32_t       n_slots = 0;           // per layer
     bool          shared  = false;       // of all layers together; a device's slots belong to their layer
+    std::vector<int64_t> cost;           // of an expert per layer, for slots that are shared within a budget
+    int64_t       budget  = 0;           // 0: n_slots
+    bool          must_load = false;     // nothing can be computed where it lies: every miss is loaded, of a prompt too
+    lanes         ways;
     std::string   policy  = "placement";
     policy_source from;                  // what the policy has learned; the tier keeps a copy
     std::string   misses  = "auto";      // cpu, load, auto
@@ -53,10 +67,11 @@ struct tier {
     // More tokens than this are a prompt. Up to here: one token, a few sequences at once, a draft.
     static constexpr int64_t MOST_DECODED = 16;
 
-    // Without `upload` nothing moves: an expert is in its slot as soon as it is asked for. That is how a cache is simulated.
-    tier(std::vector<tier_layer> layers, const tier_options & options, std::function<bool(const transfer &)> upload);
+    // Without a carrier nothing moves: an expert is in its slot as soon as it is asked for. That is how a cache is simulated.
+    tier(std::vector<tier_layer> layers, const tier_options & options, carrier * by);
 
-    enum class arrival : uint8_t { none, demanded, late, staged };   // late: a prefetch that was still on its way, which counts as a hit
+    // late: a prefetch that was still on its way, which counts as a hit; pending: there is no slot for it yet (must_load only)
+    enum class arrival : uint8_t { none, demanded, late, staged, pending };
     // Where the experts of one event are computed.
     struct visit {
         size_t               layer;
@@ -69,6 +84,7 @@ struct tier {
         int32_t              n_there = 0;          // experts that are
         std::vector<float>   probs, hidden;       // of the event, where it does not bring its own
         bool                 uses_stage = false;   // some of its experts are in staging slots: n_slots(layer) ...
+        std::vector<bool>    named;                // by next()
     };
     // What the coming steps are made of; to be said before each step, or not at all.
     void  announce(const pass & s);
@@ -80,6 +96,11 @@ struct tier {
     visit begin(event e);
     // Until all awaited experts are in their slots; the slot of one that failed becomes -1.
     void  wait(visit & v);
+    // must_load: waits until further experts of the event are in their slots and names them, by their place in it; false once all are named. What has no slot yet gets one
+    // as others are released. `failed`: some that could not be loaded; the event cannot be computed.
+    bool  next(visit & v, std::vector<size_t> & arrived, bool & failed);
+    // The i-th expert of the event has been computed.
+    void  release(visit & v, size_t i);
     // What it took: seconds, bytes and routed pairs of the experts computed on the CPU; seconds on the device of those that were awaited; seconds and pairs of it all.
     struct cost { double cpu_seconds, cpu_bytes; int64_t n_cpu_pairs; double late_seconds, seconds; int64_t n_pairs; };
     void  end(visit & v, const cost & c);
@@ -102,6 +123,13 @@ struct tier {
     bool          needs_tokens() const { return by->needs_tokens(); }
     bool          needs_future() const { return by->needs_future(); }
     std::vector<int32_t> residents(size_t layer) const;
+    // An expert that is in its slot stays there until it is let go; false when it is not.
+    bool          hold(size_t layer, int32_t expert);
+    void          let_go(size_t layer, int32_t expert);
+    // Of the budget, by what is in the slots of this layer's pool, and how many that are.
+    int64_t       spent(size_t layer) const;
+    int32_t       n_present(size_t layer) const;
+    size_t        bytes_per_expert(size_t layer) const { return layers[layer].info.bytes_per_expert; }
     // The mode of misses now, and the rates of layers like this one, in bytes per second.
     miss_mode     mode() const;
     double        cpu_rate(size_t layer) const;
@@ -114,7 +142,7 @@ private:
         std::vector<float> probs, hidden;   // that the router has told
     };
     enum class staging : uint8_t { empty, loading, loaded, failed };
-    struct staging_slot { int32_t expert = -1; staging state = staging::empty; };
+    struct staging_slot { int32_t expert = -1; staging state = staging::empty; bool in_use = false; };
 
     const std::vector<size_t> & by_worth(const visit & v);   // until it is called again
     void demand(visit & v);
@@ -123,17 +151,18 @@ private:
     int32_t free_stage(size_t from) const;
     void release_stage(visit & v);
     void empty(staging_slot & s);
-    size_t layer_of(int32_t expert) const;
+    residency new_residency() const;
+    void account_for_gone(access_counts & c);
     int32_t staged_at(int32_t expert) const;
     void bring_in(visit & v);
     void grant(phase when);
     bool is_staging(size_t layer, int32_t slot) const { return slot >= in.n_slots(layer); }
     void request(size_t layer, const residency::insertion & i, phase when, bool demand, bool counts = true);
     void finished(const transfer & t, bool loaded);
-    bool timed_upload(const transfer & t);
+    bool timed_carry(const transfer & t);
 
     tier_options             options;
-    std::function<bool(const transfer &)> upload;
+    carrier *                carries;
     mutable std::mutex       mutex;
     std::condition_variable  arrived;
     const tables             learned;

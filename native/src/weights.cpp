@@ -50,6 +50,18 @@ std::string weights::fault() const {
     return fault_text;
 }
 
+void weights::set_failure(const std::string & text) {
+    std::lock_guard<std::mutex> lock(fault_mutex);
+    failure_text = text;
+}
+
+std::string weights::take_failure() {
+    std::lock_guard<std::mutex> lock(fault_mutex);
+    std::string text;
+    text.swap(failure_text);
+    return text;
+}
+
 bool weights::usable() {
     if (process_id() != owner_process) {
         set_fault("this process was forked from the one that opened the model; open the model after the fork");

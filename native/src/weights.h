@@ -45,6 +45,10 @@ struct weights {
     std::string fault() const;
     bool usable();   // notices lost bytes and a fork; false once there was a fault
 
+    // What made a computation fail that another one may get past: the disk did not give an expert. Kept until it is asked for.
+    void set_failure(const std::string & text);
+    std::string take_failure();
+
 private:
     struct deleter { void operator()(ggml_context * c) const { ggml_free(c); } };
 
@@ -57,14 +61,15 @@ private:
     std::unordered_map<std::string, owned_tensor> tensors;
 
     mutable std::mutex fault_mutex;
-    std::string        fault_text;
+    std::string        fault_text, failure_text;
     std::atomic<bool>  has_fault{false};
 };
 
 struct device_cache;
+struct ram_cache;
 
-// For a weight of libllama's graph, our tensor and the model it belongs to, with its expert slots on a device if it has some; NULL for any other tensor.
-struct owned         { const owned_tensor * weight; weights * model; device_cache * cache; };
+// For a weight of libllama's graph, our tensor and the model it belongs to, with its expert slots on a device and in RAM if it has some; NULL for any other tensor.
+struct owned         { const owned_tensor * weight; weights * model; device_cache * cache; ram_cache * ram; };
 using weight_lookup = owned (*)(const ggml_tensor * weight);
 
 } // namespace edgemoe
