@@ -11,7 +11,7 @@ from edgemoe import devices, live, plan, recommendation, tiers
 from edgemoe.cache_plan import CachePlan
 from edgemoe.engine import Llama, plan_slots
 from edgemoe.errors import EdgemoeError
-from edgemoe.estimate import Estimate, expected
+from edgemoe.estimate import Estimate, expected, speed
 from edgemoe.package import Source
 from edgemoe.ram_plan import plan_ram
 from edgemoe.session import ContextFull, Reply, Session
@@ -235,7 +235,7 @@ def _ram_lines(session: Session, total: dict[str, int]) -> list[str]:
         f"disk {rate}, {'past' if info['direct'] else 'through'} the page cache; prompts read {total['ram_prompt_bytes_read'] / 1e6:.0f} MB"
     ]
     if session.expected and seconds:
-        lines.insert(0, f"expected {session.expected.tokens_per_s:.2g} tok/s ({session.expected.bound}), measured {n_tokens / seconds:.2g} over {n_tokens} tokens")
+        lines.insert(0, f"expected {speed(session.expected.tokens_per_s)} ({session.expected.bound}), measured {speed(n_tokens / seconds)} over {n_tokens} tokens")
     return lines + tiers.table(total, n_tokens)
 
 

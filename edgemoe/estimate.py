@@ -42,8 +42,8 @@ class Estimate:
 
     def line(self) -> str:
         return (
-            f"expected {self.tokens_per_s:.2g} tok/s, {self.bound}: {self.hit:.0%} of the experts found in RAM, {human_bytes(self.miss_bytes)} per token from disk "
-            f"({BASIS}; {self.random_tokens_per_s:.2g} tok/s if routing was random)"
+            f"expected {speed(self.tokens_per_s)}, {self.bound}: {self.hit:.0%} of the experts found in RAM, {human_bytes(self.miss_bytes)} per token from disk "
+            f"({BASIS}; {speed(self.random_tokens_per_s)} if routing was random)"
         )
 
     def report(self) -> str:
@@ -51,10 +51,15 @@ class Estimate:
         rows = [
             ("measured", self.rates.line()),
             ("from disk", f"{human_bytes(self.miss_bytes):>10}  per token expected: {self.hit:.0%} of the experts found in RAM, {BASIS}"),
-            ("expected", f"{self.tokens_per_s:.2g} tok/s, {self.bound}: {1e3 * self.disk_s:.0f} ms of disk, {1e3 * self.compute_s:.0f} ms of computing per token"),
-            ("at worst", f"{self.random_tokens_per_s:.2g} tok/s, with random routing"),
+            ("expected", f"{speed(self.tokens_per_s)}, {self.bound}: {1e3 * self.disk_s:.0f} ms of disk, {1e3 * self.compute_s:.0f} ms of computing per token"),
+            ("at worst", f"{speed(self.random_tokens_per_s)}, with random routing"),
         ]
         return "\n".join(f"{name:<10} {text}" for name, text in rows)
+
+
+def speed(tokens_per_s: float) -> str:
+    """0.4567 -> '0.46 tok/s': no more digits than are meant."""
+    return f"{tokens_per_s:.2g} tok/s" if tokens_per_s < 99.5 else f"{tokens_per_s:.0f} tok/s"
 
 
 def expected_hit(share: float) -> float:

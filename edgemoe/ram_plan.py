@@ -130,7 +130,7 @@ def plan_ram(source: Source, ram: int | str | None, *, n_ctx: int, n_ubatch: int
         return mapped(f"they fit into the {human_bytes(room)} that are left for experts")
     if room < token:
         return mapped(f"room for {human_bytes(max(room, 0))}, the experts of one token take {human_bytes(token)}: a pool needs at least that, so they are read through the page cache")
-    return slots(room, "more than is left for experts does not fit")
+    return slots(room, "they do not all fit")
 
 
 def _asked(ram: int | str | None) -> int | str:

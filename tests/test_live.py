@@ -1,6 +1,7 @@
 """Counters in words, the line below an answer, and /stats: with a model that is made up where the figures matter, on a terminal where the screen does."""
 
 import re
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,18 @@ def test_run_on_a_terminal(models, tmp_path):
     assert re.sub("\0337.*?\0338", "", seen.removeprefix("\r\n").replace("\033[A", "", 1)) == wanted
 
 
+def test_ctrl_c_leaves_a_clean_terminal(models, tmp_path):
+    t = Terminal("chat", models("qwen3moe", "F32", n_ff_exp=512, n_layer=4), "--ctx", "8192", "--stats-live", "--seed", "1", term="xterm", size=(100, 20), cwd=tmp_path)
+    t.wait_for("> ")
+    t.type("Hello\n")
+    t.wait_for("tok/s")  # the line is there: the answer has begun
+    t.process.send_signal(signal.SIGINT)
+    assert t.wait_for("stopped by Ctrl-C").count("\033[r\033[20;1H\033[K\0338") == 1
+    t.wait_for("> ")
+    t.type("/exit\n")
+    assert t.close() == 0
+
+
 def test_no_line_in_a_pipe_or_on_a_dumb_terminal(edgemoe, models, tmp_path):
     run = ("run", models("qwen3moe", "Q8_0"), "--raw", "-p", "Hello world", "-n", "20", "--temp", "0", "--stats-live")
     result = edgemoe(*run)
@@ -169,7 +182,7 @@ def statistics(counts=COUNTS, expected=SimpleNamespace(tokens_per_s=9.0, bound="
 
 def test_stats_compare_with_what_was_expected():
     lines = statistics()
-    assert "expected 9 tok/s (disk-bound), measured 8 over 4 tokens" in lines
+    assert "expected 9 tok/s (disk-bound), measured 8 tok/s over 4 tokens" in lines
     assert "RAM: 55 of 60 slots filled, 50 MB of a budget of 60 MB; disk 200 MB/s, past the page cache; prompts read 7 MB" in lines
     assert lines[-2:] == tiers.table(COUNTS, 4)[1:]
     assert not [line for line in statistics(expected=None) if "expected" in line]

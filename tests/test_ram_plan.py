@@ -125,7 +125,7 @@ def test_more_memory_never_means_fewer_experts(usable):
 def test_lines_and_tables():
     p = plan()
     assert p.line() == (
-        "experts in RAM slots: 1.0 GiB for 15 of 64, all are 4.0 GiB, the others are read from disk: more than is left for experts does not fit; "
+        "experts in RAM slots: 1.0 GiB for 15 of 64, all are 4.0 GiB, the others are read from disk: they do not all fit; "
         "beside them 158.0 MiB dense, KV cache and buffers"
     )
     assert [row[:10].strip() for row in p.report().splitlines()] == ["in RAM", "usable", "dense", "KV cache", "compute", "margin", "room", "RAM slots", "per token"]
