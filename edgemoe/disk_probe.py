@@ -105,11 +105,12 @@ def _rate(files: list[_File], n_bytes: int, seconds: float) -> float:
     def reader(seed: int) -> int:
         choice, done = random.Random(seed), 0
         buffer = memoryview(mmap.mmap(-1, n_bytes))  # begins at a page
-        while time.perf_counter() - start < seconds:
+        while True:
             file = choice.choices(files, [f.n_bytes for f in files])[0]
             length = min(n_bytes, file.n_bytes)
             done += file.read(buffer[:length], choice.randrange(0, file.n_bytes - length + 1, PAGE_BYTES))
-        return done
+            if time.perf_counter() - start >= seconds:
+                return done
 
     with ThreadPoolExecutor(N_READERS) as pool:
         done = sum(pool.map(reader, range(N_READERS)))

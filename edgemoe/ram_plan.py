@@ -62,8 +62,8 @@ class RamPlan:
         if self.mode == "mapped":
             return f"experts mapped in RAM, {human_bytes(self.expert_bytes)}: {self.reason}"
         return (
-            f"experts in RAM slots: {human_bytes(self.budget_bytes)} for {self.n_slots} of {self.n_experts}, all are {human_bytes(self.expert_bytes)}, the others are read from disk: "
-            f"{self.reason}; beside them {human_bytes(self.beside_bytes)} dense, KV cache and buffers"
+            f"experts in RAM slots: {human_bytes(self.budget_bytes)} for {self.n_slots} of {self.n_experts}, all are {human_bytes(self.expert_bytes)}, "
+            f"the others are read from disk: {self.reason}; beside them {human_bytes(self.beside_bytes)} dense, KV cache and buffers"
         )
 
     def report(self) -> str:

@@ -35,8 +35,10 @@ def file(path, n_bytes):
 
 def test_reads_stay_inside_the_files(seen, tmp_path):
     files = [file(tmp_path / f"{n}", n) for n in (PAGE_BYTES, 10 * PAGE_BYTES + 1, 1_000_003)]
-    rate, direct = read_files(files, 3 * PAGE_BYTES + 5, 0.05)
-    assert rate > 0 and {size for size, *_ in seen} == {f.stat().st_size for f in files}
+    for paths in (files, *([f] for f in files)):
+        rate, direct = read_files(paths, 3 * PAGE_BYTES + 5, 0.02)
+        assert rate > 0
+    assert {size for size, *_ in seen} == {f.stat().st_size for f in files}
     for size, offset, wanted, got in seen:
         assert offset % PAGE_BYTES == 0 and offset + wanted <= size and got == wanted
         assert wanted % PAGE_BYTES == 0 or not direct
