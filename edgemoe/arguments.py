@@ -31,6 +31,15 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
+def ram(text: str) -> int | str:
+    if text in ("auto", "mapped"):
+        return text
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: wanted auto, mapped or a size such as 6G") from None
+
+
 def rate(text: str) -> float:
     """'16GB/s', '16G', '900 MB/s' -> bytes per second. As on data sheets, G is 10^9 and Gi is 2^30."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)(?:b(?:/s)?|/s)?", text.strip().lower(), re.ASCII)

@@ -54,9 +54,14 @@ class CachePlan:
         return 0 < self.n_expert <= self.n_slots
 
     @property
+    def beside_bytes(self) -> int:
+        """What of llama.cpp's is on the device, and so not in RAM."""
+        return self.dense_bytes + self.kv_bytes + self.compute_bytes
+
+    @property
     def left_bytes(self) -> int:
         """Negative: the slots that were asked for do not fit."""
-        needed = self.dense_bytes + self.kv_bytes + self.compute_bytes + self.workspace_bytes + self.cache_bytes + self.margin_bytes + self.staging_bytes
+        needed = self.beside_bytes + self.workspace_bytes + self.cache_bytes + self.margin_bytes + self.staging_bytes
         return self.budget_bytes - needed
 
     def with_fewer_slots(self, n_slots: int, reason: str) -> CachePlan:
@@ -144,7 +149,7 @@ def plan_cache(
     for fewer slots than a token uses. Raises EdgemoeError for a device that is not there; too little memory is a plan without slots that says why.
     """
     chosen = choose_device(found_devices, device)
-    n_ctx = _padded(n_ctx or source.integer("context_length", 4096))
+    n_ctx = padded(n_ctx or source.integer("context_length", 4096))
     n_ubatch = min(n_ubatch, n_ctx)
     # llama.cpp puts nothing onto a device of type "cpu" that is not there already.
     offloads = dense_on_device and (chosen.type in GPUS if chosen else vram is not None)
@@ -153,8 +158,8 @@ def plan_cache(
     needs = {
         # An upper bound: the token embedding, which is in it, stays in RAM.
         "dense_bytes": source.dense_bytes if offloads else 0,
-        "kv_bytes": _kv_bytes(source, n_ctx) if offloads else 0,
-        "compute_bytes": _compute_bytes(source, n_ctx, n_ubatch, n_used) if offloads else 0,
+        "kv_bytes": kv_bytes(source, n_ctx) if offloads else 0,
+        "compute_bytes": compute_bytes(source, n_ctx, n_ubatch, n_used) if offloads else 0,
         "workspace_bytes": max((_workspace_bytes(layer, n_ubatch * n_used) for layer in source.layers), default=0),
         "margin_bytes": max(LEAST_MARGIN_BYTES, budget // 20),
     }
@@ -218,12 +223,12 @@ def _slots_that_fit(room: int, n_expert: int, n_used: int) -> tuple[int, str]:
     return room, ""
 
 
-def _padded(n_ctx: int) -> int:
+def padded(n_ctx: int) -> int:
     """As llama_context does."""
     return -(-n_ctx // 256) * 256
 
 
-def _kv_bytes(source: Source, n_ctx: int) -> int:
+def kv_bytes(source: Source, n_ctx: int) -> int:
     """llama.cpp's KV cache in f16. Every layer counts, whatever window it attends to: llama_cpp keeps the whole context (swa_full)."""
     n_layer = source.integer("block_count", 0)
     n_head = max(source.integer("attention.head_count", 1), 1)
@@ -242,7 +247,7 @@ def _kv_bytes(source: Source, n_ctx: int) -> int:
     return n_attending * n_ctx * row * F16_BYTES + state
 
 
-def _compute_bytes(source: Source, n_ctx: int, n_ubatch: int, n_used: int) -> int:
+def compute_bytes(source: Source, n_ctx: int, n_ubatch: int, n_used: int) -> int:
     """llama.cpp reserves for a full batch that attends to a full context and wants all logits.
 
     The largest tensor is either the attention scores (without flash attention, which is llama_cpp's default) or the logits, and never both are alive. Beside it

@@ -7,11 +7,13 @@ import sys
 import time
 from contextlib import suppress
 
-from edgemoe import devices, plan, recommendation
+from edgemoe import devices, live, plan, recommendation, tiers
 from edgemoe.cache_plan import CachePlan
 from edgemoe.engine import Llama, plan_slots
 from edgemoe.errors import EdgemoeError
+from edgemoe.estimate import Estimate, expected, speed
 from edgemoe.package import Source
+from edgemoe.ram_plan import plan_ram
 from edgemoe.session import ContextFull, Reply, Session
 
 HELP = """/help          this list
@@ -32,16 +34,22 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def open_model(options, **further) -> Llama:
-    """Loads the model as the command line asks and says where it went. `further`: of Llama's arguments."""
-    start = time.perf_counter()
+def open_model(options, **further) -> tuple[Llama, Estimate | None]:
+    """Loads the model as the command line asks and says where it goes, and how fast it should be if experts come from the disk. `further`: of Llama's arguments."""
     named_gpu = any(d.name == options.device and d.type in ("gpu", "igpu") for d in devices.devices())
     gpu_layers = options.gpu_layers if options.gpu_layers is not None else (-1 if devices.has_gpu() or named_gpu else 0)
     with Source(options.path) as source:
         planned = plan_slots(source, options.slots, options.vram, options.device, gpu_layers, options.ctx)
         policy = _policy(options, source, planned)
-    if planned.device:
-        note(planned.line())
+        in_ram = plan_ram(source, options.ram, n_ctx=options.ctx, on_device_bytes=planned.beside_bytes)
+        if planned.device:
+            note(planned.line())
+        if options.ram or (source.layers and in_ram.room_bytes < source.expert_bytes):
+            note(in_ram.line())
+        estimate = None if options.no_probe else expected(source, in_ram)
+    if estimate:
+        note(estimate.line())
+    start = time.perf_counter()
     llm = Llama(
         options.path,
         exact=options.exact,
@@ -57,14 +65,15 @@ def open_model(options, **further) -> Llama:
         chat_format=options.chat_format,
         verbose=options.verbose,
         **({"seed": options.seed} if options.seed is not None else {}),
+        **({"ram": options.ram} if options.ram is not None else {}),
         **further,
     )
-    note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0))
+    note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0, getattr(llm, "ram_plan", in_ram)))
     if llm.cache_plan != planned:
         note(llm.cache_plan.line())
     if llm.cache_plan.device != "CPU" and llm.cache_info() and not llm.cache_info()["pinned"]:
         note(f"{llm.cache_plan.device} offers no pinned memory (ulimit -l?): uploads take one copy more")
-    return llm
+    return llm, estimate
 
 
 def _policy(options, source: Source, planned: CachePlan) -> str | None:
@@ -83,9 +92,10 @@ def _policy(options, source: Source, planned: CachePlan) -> str | None:
     return recommendation.policy_text(found)
 
 
-def open_session(options, llm: Llama | None = None) -> Session:
-    llm = llm or open_model(options)
-    return Session(llm, system=options.system, temperature=options.temp, top_p=options.top_p, max_tokens=options.max_tokens, seed=options.seed)
+def open_session(options, **further) -> Session:
+    """`further`: of Llama's arguments."""
+    llm, estimate = open_model(options, **further)
+    return Session(llm, system=options.system, expected=estimate, temperature=options.temp, top_p=options.top_p, max_tokens=options.max_tokens, seed=options.seed)
 
 
 def run(options) -> int:
@@ -95,7 +105,7 @@ def run(options) -> int:
         raise EdgemoeError("the prompt is empty")
     session = open_session(options)
     pieces = session.complete(prompt) if options.raw else session.say(prompt)
-    reply = _show(session, pieces, quiet=options.json)
+    reply = _show(session, pieces, options)
     if options.json:
         print(json.dumps(reply.as_dict(), ensure_ascii=False))
     session.llm.close()
@@ -123,34 +133,35 @@ def chat(options) -> int:
             if not _command(session, text):
                 break
         elif text.strip():
-            _answer(session, text, options.json)
+            _answer(session, text, options)
     session.llm.close()
     return 0
 
 
-def _answer(session: Session, text: str, as_json: bool) -> None:
+def _answer(session: Session, text: str, options) -> None:
     try:
-        reply = _show(session, session.say(text), quiet=as_json)
+        reply = _show(session, session.say(text), options)
     except ContextFull as e:
         note(f"{e}. /clear starts again, --ctx N gives more.")
         return
     except KeyboardInterrupt:
         note("[stopped before the answer began]")
         return
-    if as_json:
+    if options.json:
         print(json.dumps(reply.as_dict(), ensure_ascii=False), flush=True)
 
 
-def _show(session: Session, pieces, quiet: bool) -> Reply:
+def _show(session: Session, pieces, options) -> Reply:
     """Prints an answer as it comes, then why it stopped and what it cost."""
     try:
-        _print_pieces(pieces, quiet)
+        with live.watched(session.llm, options.stats_live) as update:
+            _print_pieces(pieces, options.json, update)
     except KeyboardInterrupt:
         # It came while we were printing: the answer learns of it where it waits, and closes its books.
         with suppress(StopIteration):
             pieces.throw(KeyboardInterrupt)
     reply = session.replies[-1]
-    if not quiet:
+    if not options.json:
         print(flush=True)
     if reply.finish_reason in WHY_STOPPED:
         note(f"[{WHY_STOPPED[reply.finish_reason]}]")
@@ -160,11 +171,12 @@ def _show(session: Session, pieces, quiet: bool) -> Reply:
     return reply
 
 
-def _print_pieces(pieces, quiet: bool) -> None:
+def _print_pieces(pieces, quiet: bool, update) -> None:
     for piece in pieces:
         if not quiet:
             sys.stdout.write(piece)
             sys.stdout.flush()
+        update()
 
 
 def _read(interactive: bool) -> str:
@@ -206,8 +218,25 @@ def _statistics(session: Session) -> str:
             f"experts: {total['n_events']} events, {total['n_pairs']} routed pairs, A = {total['n_accesses']} accesses, C = {total['n_computed_on_cpu']} computed on the CPU, "
             f"{total['bytes_accessed'] / 1e9:.2f} GB read, {total['compute_us'] / 1e6:.2f} s"
         )
+    lines += _ram_lines(session, total)
     lines += _slot_table(session.llm)
     return "\n".join(lines)
+
+
+def _ram_lines(session: Session, total: dict[str, int]) -> list[str]:
+    """What was expected and what came of it; then both tiers side by side. Empty where RAM holds all experts."""
+    info = session.llm.ram_info() if total.get("n_ram_accesses") else {}
+    if not info:
+        return []
+    n_tokens, seconds = (sum(getattr(reply, name) for reply in session.replies) for name in ("n_answer", "answer_s"))
+    rate = f"{info['disk_rate'] / 1e6:.0f} MB/s" if info["disk_rate"] else "not measured yet"
+    lines = [
+        f"RAM: {info['n_filled']} of {info['n_slots']} slots filled, {info['bytes'] / 1e6:.0f} MB of a budget of {info['budget_bytes'] / 1e6:.0f} MB; "
+        f"disk {rate}, {'past' if info['direct'] else 'through'} the page cache; prompts read {total['ram_prompt_bytes_read'] / 1e6:.0f} MB"
+    ]
+    if session.expected and seconds:
+        lines.insert(0, f"expected {speed(session.expected.tokens_per_s)} ({session.expected.bound}), measured {speed(n_tokens / seconds)} over {n_tokens} tokens")
+    return lines + tiers.table(total, n_tokens)
 
 
 def _slot_table(llm: Llama) -> list[str]:

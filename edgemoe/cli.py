@@ -7,7 +7,7 @@ import json
 import sys
 
 from edgemoe import __version__, simulate_options
-from edgemoe.arguments import not_negative, positive, size
+from edgemoe.arguments import not_negative, positive, ram, size
 from edgemoe.errors import EdgemoeError
 
 EXAMPLES = """examples:
@@ -15,7 +15,7 @@ EXAMPLES = """examples:
   edgemoe run model.gguf -p "Why is the sky blue?"
   echo "Summarise: ..." | edgemoe run model.gguf -p -
   edgemoe inspect model.gguf                     what it is and where its bytes will go
-  edgemoe plan model.gguf --vram 6G              how many experts would go onto the GPU
+  edgemoe plan model.gguf --vram 6G              how many experts would go onto the GPU, how many into RAM, and how fast that will be
   edgemoe verify model.gguf                      prove that the output is llama.cpp's
   edgemoe trace model.gguf --prompts questions.txt --out t.npz   record which experts are used
   edgemoe simulate t.npz                         what each cache policy would have done with that
@@ -42,15 +42,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     chat = command("chat", _chat, "talk to a model", "edgemoe chat model.gguf --ctx 8192")
     _add_model_options(chat)
+    _add_live_option(chat)
     run = command("run", _run, "answer one prompt", 'edgemoe run model.gguf -p "Why is the sky blue?" -n 200')
     run.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the prompt; - reads it from standard input")
     run.add_argument("--raw", action="store_true", help="continue TEXT as it stands, without the model's chat template")
     _add_model_options(run)
+    _add_live_option(run)
     command("inspect", _inspect, "show what a model is and where its bytes will go", "edgemoe inspect model.gguf --json")
-    plan = command("plan", _plan, "show how many experts would go onto the GPU, without loading", "edgemoe plan model.gguf --vram 6G --ctx 8192")
+    plan = command("plan", _plan, "show how many experts would go onto the GPU and into RAM, without loading", "edgemoe plan model.gguf --vram 6G --ram 8G --ctx 8192")
     plan.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
     plan.add_argument("--gpu-layers", type=int, metavar="N", help="0: the dense layers stay on the CPU")
     _add_slot_options(plan)
+    _add_ram_options(plan)
     verify = command(
         "verify", _verify, "compare edgemoe's output with plain llama.cpp's: bit by bit with llama.cpp's kernels, within a bound with its own; exit code 1 when it differs",
         "edgemoe verify model.edgemoe --against model.gguf",
@@ -92,6 +95,19 @@ def _add_slot_options(group) -> None:
     group.add_argument("--device", metavar="NAME", help="device of the slots (default: the GPU with most memory free; a software device or the CPU only when named here)")
 
 
+def _add_ram_options(group) -> None:
+    group.add_argument(
+        "--ram", type=ram, metavar="SIZE|auto|mapped",
+        help="memory for experts, such as 8G; the others are read from disk when they are needed. mapped: all of them, shared with the page cache; auto (default): mapped when they "
+        "fit, or else as much as is free",
+    )
+    group.add_argument("--no-probe", action="store_true", help="do not take the two seconds in which disk and memory are measured to say how fast it will be, when experts do not fit")
+
+
+def _add_live_option(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--stats-live", action="store_true", help="while an answer comes, show tokens/s, hits and what is read from disk in the last line of the terminal")
+
+
 def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--ctx", type=positive, default=4096, metavar="N", help="context length in tokens (default %(default)s)")
     sub.add_argument("-n", "--max-tokens", type=positive, metavar="N", help="longest answer (default: until the context is full)")
@@ -104,6 +120,7 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--gpu-layers", type=int, metavar="N", help="layers whose dense part goes to the GPU (default: all when there is a GPU; -1 all, 0 none)")
     sub.add_argument("--chat-format", metavar="NAME", help="chat format for a model without a template, as in llama-cpp-python: chatml, llama-3, ...")
     sub.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
+    _add_ram_options(sub.add_argument_group("experts in RAM"))
     cache = sub.add_argument_group("experts on the GPU")
     _add_slot_options(cache)
     cache.add_argument(
@@ -182,13 +199,20 @@ def _inspect(options) -> int:
 def _plan(options) -> int:
     from edgemoe.cache_plan import plan_cache
     from edgemoe.devices import devices
+    from edgemoe.estimate import expected
     from edgemoe.package import Source
+    from edgemoe.ram_plan import plan_ram
 
     with Source(options.path) as source:
         plan = plan_cache(
             source, devices(), n_ctx=options.ctx, slots=options.slots, vram=options.vram, device=options.device, dense_on_device=options.gpu_layers != 0
         )
-    print(json.dumps(plan.as_dict()) if options.json else plan.report())
+        in_ram = plan_ram(source, options.ram, n_ctx=options.ctx, on_device_bytes=plan.beside_bytes)
+        estimate = None if options.no_probe else expected(source, in_ram)
+    if options.json:
+        print(json.dumps({**plan.as_dict(), "ram": in_ram.as_dict(), "estimate": estimate and estimate.as_dict()}))
+    else:
+        print("\n".join([plan.report(), "", in_ram.report(), *([estimate.report()] if estimate else [])]))
     return 0
 
 

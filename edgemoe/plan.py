@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from edgemoe.machine import human_bytes, memory
 from edgemoe.package import Source
+from edgemoe.ram_plan import RamPlan
 
 KIND = {"dense": "dense GGUF", "stacked": "GGUF with stacked experts", "package": "edgemoe package"}
 
@@ -58,13 +59,16 @@ def report(source: Source) -> str:
     return "\n".join(f"{name:<10} {text}" for name, text in rows)
 
 
-def load_line(source: Source, seconds: float, has_slots: bool = False) -> str:
-    """One line that says where every byte went; what is in slots, the plan of these has said."""
+def load_line(source: Source, seconds: float, has_slots: bool = False, ram: RamPlan | None = None) -> str:
+    """One line that says where every byte went; what is in slots of a device, the plan of these has said."""
     if not source.layers:
         return f"{source.path}: {source.architecture}, dense, nothing to manage: {human_bytes(source.dense_bytes)} mapped, loaded in {seconds:.2f} s"
     n_expert = _counts(sorted({layer.n_expert for layer in source.layers}))
+    where = "computed on the CPU where they lie"
+    if ram and ram.mode == "slots":
+        where = f"{human_bytes(ram.budget_bytes)} of them at a time in RAM, computed on the CPU, the others on disk"
     return (
-        f"{source.path}: {source.architecture}, {len(source.layers)} layers of {n_expert} experts: {human_bytes(source.expert_bytes)}, {'those in no slot ' if has_slots else ''}computed on the CPU where they lie, "
+        f"{source.path}: {source.architecture}, {len(source.layers)} layers of {n_expert} experts: {human_bytes(source.expert_bytes)}, {'those in no slot ' if has_slots else ''}{where}, "
         f"{human_bytes(source.dense_bytes)} dense, loaded in {seconds:.2f} s"
     )
 
@@ -90,4 +94,4 @@ def _shapes(source: Source) -> list[str]:
 def _fit(needed: int, usable: int) -> str:
     if needed <= usable:
         return f"{human_bytes(needed):>10}  of {human_bytes(usable)} usable: fits"
-    return f"{human_bytes(needed):>10}  of {human_bytes(usable)} usable: does NOT fit; weights will be read from disk again and again"
+    return f"{human_bytes(needed):>10}  of {human_bytes(usable)} usable: does NOT fit; `edgemoe plan` shows what will be read from disk"

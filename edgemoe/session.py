@@ -10,6 +10,7 @@ import jinja2
 from llama_cpp import llama_cpp as C
 
 from edgemoe.errors import EdgemoeError
+from edgemoe.estimate import Estimate
 
 
 class ContextFull(EdgemoeError):
@@ -44,15 +45,19 @@ class Reply:
     def line(self) -> str:
         """One line for a human."""
         parts = [f"prompt {self.n_prompt} tokens, {self.prompt_rate:.1f} tok/s", f"answer {self.n_answer} tokens, {self.answer_rate:.1f} tok/s"]
-        accesses = self.experts.get("n_accesses", 0)
-        if accesses:
-            parts.append(f"experts {accesses} accesses, {self.experts['n_computed_on_cpu']} computed on the CPU in place, {self.experts['bytes_accessed'] / 1e6:.0f} MB read")
-        asked = self.experts.get("n_decode_accesses", 0)
+        e = self.experts
+        if e.get("n_accesses"):
+            parts.append(f"experts {e['n_accesses']} accesses, {e['n_computed_on_cpu']} computed on the CPU in place, {e['bytes_accessed'] / 1e6:.0f} MB read")
+        asked = e.get("n_decode_accesses", 0)
         if asked:
-            e = self.experts
             parts.append(
                 f"slots {e['n_decode_hits']} hits of {asked} ({e['n_decode_hits'] / asked:.0%}), D {e['n_decode_demand']}, P {e['n_proactive']}, C {e['n_decode_computed']}, "
                 f"{e['bytes_loaded'] / 1e6:.0f} MB loaded, {e['stall_us'] / 1e6:.2f} s waited"
+            )
+        if e.get("n_ram_accesses"):
+            parts.append(
+                f"RAM {e['n_ram_hits']} hits of {e['n_ram_accesses']} ({e['n_ram_hits'] / e['n_ram_accesses']:.0%}), D {e['n_ram_demand']}, P {e['n_ram_proactive']}, "
+                f"{e['ram_bytes_read'] / 1e6:.0f} MB from disk, {e['ram_prompt_bytes_read'] / 1e6:.0f} MB more for the prompt, {e['ram_stall_us'] / 1e6:.2f} s waited"
             )
         return " | ".join(parts)
 
@@ -61,10 +66,12 @@ class Reply:
 
 
 class Session:
-    """`llm` is an edgemoe.Llama (or a llama_cpp.Llama). `sampling` is passed on to its completion calls: temperature, top_p, seed, max_tokens, ..."""
+    """`llm` is an edgemoe.Llama (or a llama_cpp.Llama). `expected`: how fast it should decode, if somebody said so. `sampling` is passed on to its completion calls:
+    temperature, top_p, seed, max_tokens, ..."""
 
-    def __init__(self, llm, system: str = "", **sampling):
+    def __init__(self, llm, system: str = "", expected: Estimate | None = None, **sampling):
         self.llm = llm
+        self.expected = expected
         self.sampling = sampling
         self.system = system
         self.messages: list[dict[str, str]] = []

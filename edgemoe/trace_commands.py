@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from edgemoe import __version__
-from edgemoe.chat import note, open_model, open_session
+from edgemoe.chat import note, open_session
 from edgemoe.errors import TraceError
 from edgemoe.record import Recorder
 from edgemoe.session import ContextFull, Session
@@ -20,7 +20,7 @@ from edgemoe.trace import PROMPT, Trace
 from edgemoe.trace_import import Facts, import_trace
 
 FIELDS = ("prompt", "question", "problem")  # of a JSON line, the first that is there
-KEPT = ("temp", "top_p", "seed", "max_tokens", "ctx", "system", "raw", "limit", "exact", "slots", "vram", "device", "misses", "policy", "gpu_layers", "chat_format", "threads")
+KEPT = ("temp", "top_p", "seed", "max_tokens", "ctx", "system", "raw", "limit", "exact", "slots", "vram", "device", "ram", "misses", "policy", "gpu_layers", "chat_format", "threads")
 LONGEST_NAME = 80  # of what a trace keeps of a prompt
 
 
@@ -55,8 +55,8 @@ def record(options) -> int:
     """`edgemoe trace PATH`: every prompt is a sequence of its own."""
     prompts = read_prompts(options.prompts, options.limit)
     _require_writable(options.out)
-    llm = open_model(options, tap=True)
-    session = open_session(options, llm)
+    session = open_session(options, tap=True)
+    llm = session.llm
     if not options.raw:
         session.require_template()
     kept = {name: value for name in KEPT if (value := getattr(options, name)) not in (None, "") and value is not False}

@@ -6,6 +6,7 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -20,9 +21,12 @@ def _own_terminal() -> None:
 
 
 class Terminal:
-    def __init__(self, *arguments, **options):
+    def __init__(self, *arguments, term: str = "dumb", size: tuple[int, int] | None = None, **options):
+        """`size`: (columns, rows)."""
         self.master, slave = pty.openpty()
-        environment = os.environ | {"TERM": "dumb", "COLUMNS": "200"}
+        environment = os.environ | {"TERM": term, "COLUMNS": "200"}
+        if size:
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", size[1], size[0], 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "edgemoe.cli", *map(str, arguments)],
             stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True, env=environment, preexec_fn=_own_terminal, **options,

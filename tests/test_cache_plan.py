@@ -332,7 +332,7 @@ def test_the_command_on_a_tiny_model(edgemoe, models):
     assert (facts["n_slots"], facts["n_expert"], facts["n_expert_used"], facts["fits_all"]) == (16, 16, 4, True)
     assert facts["kv_bytes"] == KV and facts["dense_bytes"] > 0  # the tiny models have the shape of METADATA
     text = edgemoe("plan", tiny, "--vram", "2G", "--slots", "6", "--ctx", "256", "--gpu-layers", "0").stdout
-    assert "6 of 16 per layer, 4 used per token" in text and "dense layers, KV cache" in text.splitlines()[-1]
+    assert "6 of 16 per layer, 4 used per token" in text and "on the CPU experts that are in no slot" in text and ", dense layers, KV cache\n" in text
     assert "room for 0 slots per layer, a token uses 4: off" in edgemoe("plan", tiny, "--vram", "300M").stdout
 
 

@@ -76,6 +76,18 @@ def test_run_json(edgemoe, talker):
     assert reply["finish_reason"] in ("length", "stop") and reply["n_prompt"] > 0 and reply["experts"]["n_accesses"] > 0
 
 
+def test_run_says_where_experts_lie_in_ram(edgemoe, talker):
+    run = ("run", talker, "-p", "Hello", "-n", "4")
+    assert "RAM" not in edgemoe(*run).stderr  # they fit: nothing to say
+    assert edgemoe(*run, "--ram", "mapped").stderr.startswith("experts mapped in RAM, 3.2 MiB: asked for\n")
+    lines = edgemoe(*run, "--ram", "2M").stderr.splitlines()
+    assert lines[0].startswith("experts in RAM slots: 2.0 MiB for ") and lines[1].startswith("expected ") and "2.0 MiB of them at a time in RAM" in lines[2]
+    assert not [line for line in edgemoe(*run, "--ram", "2M", "--no-probe").stderr.splitlines() if line.startswith("expected ")]
+    refused = edgemoe(*run, "--ram", "0")
+    assert (refused.returncode, refused.stderr) == (1, "edgemoe: error: --ram 0 bytes: the experts of one token take 816.0 KiB; wanted at least that\n")
+    assert edgemoe(*run, "--ram", "much").returncode == 2
+
+
 def test_run_an_empty_prompt(edgemoe, talker):
     result = edgemoe("run", talker, "-p", "-", input="  \n")
     assert result.returncode == 1 and "the prompt is empty" in result.stderr
