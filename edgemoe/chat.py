@@ -65,12 +65,14 @@ def open_model(options, **further) -> tuple[Llama, Estimate | None]:
         chat_format=options.chat_format,
         verbose=options.verbose,
         **({"seed": options.seed} if options.seed is not None else {}),
-        **({"ram": options.ram} if options.ram is not None else {}),
+        ram=in_ram.budget_bytes or "mapped",
         **further,
     )
-    note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0, getattr(llm, "ram_plan", in_ram)))
+    note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0, llm.ram_plan))
     if llm.cache_plan != planned:
         note(llm.cache_plan.line())
+    if llm.ram_info() and not llm.ram_info()["direct"]:
+        note(f"{options.path}: its file system has no reads past the page cache (O_DIRECT): the page cache takes memory beside the budget")
     if llm.cache_plan.device != "CPU" and llm.cache_info() and not llm.cache_info()["pinned"]:
         note(f"{llm.cache_plan.device} offers no pinned memory (ulimit -l?): uploads take one copy more")
     return llm, estimate
@@ -231,7 +233,7 @@ def _ram_lines(session: Session, total: dict[str, int]) -> list[str]:
     n_tokens, seconds = (sum(getattr(reply, name) for reply in session.replies) for name in ("n_answer", "answer_s"))
     rate = f"{info['disk_rate'] / 1e6:.0f} MB/s" if info["disk_rate"] else "not measured yet"
     lines = [
-        f"RAM: {info['n_filled']} of {info['n_slots']} slots filled, {info['bytes'] / 1e6:.0f} MB of a budget of {info['budget_bytes'] / 1e6:.0f} MB; "
+        f"RAM: {info['n_filled']} experts in slots, {info['filled'] / 1e6:.0f} MB of {info['budget'] / 1e6:.0f} MB, and {info['staging'] / 1e6:.0f} MB for prompts; "
         f"disk {rate}, {'past' if info['direct'] else 'through'} the page cache; prompts read {total['ram_prompt_bytes_read'] / 1e6:.0f} MB"
     ]
     if session.expected and seconds:

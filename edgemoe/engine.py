@@ -24,6 +24,7 @@ from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
 from edgemoe.policies import DEFAULT, Policy, policy as read_policy
+from edgemoe.ram_plan import plan_ram
 from edgemoe.tokenizer import WholePieceTokenizer
 
 # llama_cpp takes warnings (level 3 of ggml) for errors and prints them even when it is told to be quiet.
@@ -393,12 +394,15 @@ class Llama(llama_cpp.Llama):
         if use_extra_bufts is None:
             use_extra_bufts = not exact and _native.best_isa() == "none"
         self._experts = _Experts(path, use_extra_bufts)
-        ram_bytes = ram if isinstance(ram, int) else 0
-        self._experts.open("none" if exact else isa, ram_bytes, read_policy(ram_policy or DEFAULT["load"]), ram_options or {})
         self.cache_plan = plan_slots(
             self.source, slots, vram, device, kwargs.get("n_gpu_layers", 0), kwargs.get("n_ctx", 512), kwargs.get("n_ubatch", 512)
         )
         self._experts.all_on_device = self._fits_all_by_itself(slots)
+        self.ram_plan = plan_ram(
+            self.source, "mapped" if self._experts.all_on_device else ram, n_ctx=kwargs.get("n_ctx", 512), n_ubatch=kwargs.get("n_ubatch", 512),
+            on_device_bytes=self.cache_plan.beside_bytes,
+        )
+        self._experts.open("none" if exact else isa, self.ram_plan.budget_bytes, read_policy(ram_policy or DEFAULT["load"]), ram_options or {})
         # A software device computes on the cores that would load meanwhile, and prompts gain nothing by a detour through it. Mesa's (Debian 12) also damages its heap
         # when llama.cpp sends prompts through it while experts are loaded.
         self._on_software = any(d.name == self.cache_plan.device and d.is_software for d in devices())
@@ -452,15 +456,15 @@ class Llama(llama_cpp.Llama):
         """Counters since the model was opened: n_events, n_pairs (routed pairs), n_accesses (A: distinct experts per event), n_computed_on_cpu (C), n_on_device,
         n_refused (pairs that a device could not compute), n_fused (events computed as one fused step), bytes_accessed, compute_us. All 0 for a dense model.
 
-        With expert slots in RAM also n_ram_accesses, n_ram_hits, n_ram_demand (D), ram_bytes_loaded and ram_stall_us (waiting for D), all of decoding; n_ram_proactive
-        (P), n_ram_evicted and n_ram_failed of everything; ram_prompt_bytes_loaded. With slots on a device also, of decoding: n_decode_accesses (A), n_decode_hits, n_decode_demand (D), n_decode_computed (C), with A = hits + D + C; and of
+        With expert slots in RAM also n_ram_accesses, n_ram_hits, n_ram_demand (D), ram_bytes_read (by D and P) and ram_stall_us (waiting for D), all of decoding;
+        n_ram_proactive (P), n_ram_evicted and n_ram_failed of everything; ram_prompt_bytes_read. With slots on a device also, of decoding: n_decode_accesses (A), n_decode_hits, n_decode_demand (D), n_decode_computed (C), with A = hits + D + C; and of
         everything: n_proactive (P), n_evicted, n_unused (of these: came in as P, never used), n_failed (loads), bytes_loaded (host to device), stall_us (waiting for D)."""
         stats = self._experts.stats()
         if self._experts.has_ram:
             decode, prompt = (_summed(self._experts.access_counts(IN_RAM, phase)) for phase in (DECODE, PROMPT))
             stats |= {f"n_ram_{name}": decode[f"n_{name}"] for name in ("accesses", "hits", "demand")}
             stats |= {f"n_ram_{name}": decode[f"n_{name}"] + prompt[f"n_{name}"] for name in ("proactive", "evicted", "failed")}
-            stats |= {"ram_bytes_loaded": decode["bytes_loaded"], "ram_stall_us": decode["stall_us"], "ram_prompt_bytes_loaded": prompt["bytes_loaded"]}
+            stats |= {"ram_bytes_read": decode["bytes_loaded"], "ram_stall_us": decode["stall_us"], "ram_prompt_bytes_read": prompt["bytes_loaded"]}
         if self._has_cache:
             decode, prompt = (_summed(self._experts.access_counts(ON_DEVICE, phase)) for phase in (DECODE, PROMPT))
             stats |= {f"n_decode_{name}": decode[f"n_{name}"] for name in ("accesses", "hits", "demand", "computed")}
@@ -523,7 +527,7 @@ class Llama(llama_cpp.Llama):
             # A forked child must not free what its parent's threads may have locked.
             self._forget_parent()
             return
-        if self._has_slots and experts.handle:
+        if experts and experts.handle and self._has_slots:
             experts.stop_cache()  # a load must not meet the end of the context that computes on the device
         if hasattr(self, "_stack"):
             super().close()

@@ -157,7 +157,7 @@ class Told:
     """A model as /stats sees it."""
 
     n_tokens = 40
-    info = {"bytes": 50_000_000, "n_slots": 60, "n_filled": 55, "slot_bytes": 1_000_000, "direct": True, "disk_rate": 200_000_000.0, "budget_bytes": 60_000_000}
+    info = {"filled": 50_000_000, "n_filled": 55, "staging": 2_000_000, "direct": True, "disk_rate": 200_000_000.0, "budget": 60_000_000}
 
     def __init__(self, counts):
         self.counts = counts
@@ -183,7 +183,7 @@ def statistics(counts=COUNTS, expected=SimpleNamespace(tokens_per_s=9.0, bound="
 def test_stats_compare_with_what_was_expected():
     lines = statistics()
     assert "expected 9 tok/s (disk-bound), measured 8 tok/s over 4 tokens" in lines
-    assert "RAM: 55 of 60 slots filled, 50 MB of a budget of 60 MB; disk 200 MB/s, past the page cache; prompts read 7 MB" in lines
+    assert "RAM: 55 experts in slots, 50 MB of 60 MB, and 2 MB for prompts; disk 200 MB/s, past the page cache; prompts read 7 MB" in lines
     assert lines[-2:] == tiers.table(COUNTS, 4)[1:]
     assert not [line for line in statistics(expected=None) if "expected" in line]
 

@@ -50,6 +50,10 @@ bool executor::begins_event(const owned & w) {
     return true;
 }
 
+static int32_t id_at(const ggml_tensor * ids, int64_t token, int64_t k) {
+    return *(const int32_t *) ((const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) k * ids->nb[0]);
+}
+
 // False when an id names no expert (ggml's release builds would read and write outside of their arrays).
 bool executor::check_ids(const ggml_tensor * ids, const owned & w, bool counts_as_event) {
     const int64_t n_expert = w.weight->tensor->ne[2];
@@ -57,7 +61,7 @@ bool executor::check_ids(const ggml_tensor * ids, const owned & w, bool counts_a
     uint64_t n_distinct = 0;
     for (int64_t token = 0; token < ids->ne[1]; token++) {
         for (int64_t k = 0; k < ids->ne[0]; k++) {
-            const int32_t id = *(const int32_t *) ((const char *) ids->data + token * ids->nb[1] + k * ids->nb[0]);
+            const int32_t id = id_at(ids, token, k);
             if (id < 0 || id >= n_expert) {
                 w.model->set_fault(std::string(w.weight->tensor->name) + ": token " + std::to_string(token) + " is routed to expert " + std::to_string(id) +
                     ", wanted 0 to " + std::to_string(n_expert - 1));
@@ -130,14 +134,9 @@ void executor::prepare_runner(device_cache & cache) {
     }
 }
 
-static event event_of(const expert_block & b, const std::vector<placed_pair> & pairs) {
-    const size_t n_expert = (size_t) b.down->tensor->ne[2];
-    std::vector<int32_t> count(n_expert, 0);
-    for (const placed_pair & p : pairs) {
-        count[(size_t) p.expert]++;
-    }
-    event e = { b.layer(), {}, {}, b.n_tokens() };
-    for (size_t i = 0; i < n_expert; i++) {
+static event event_of(size_t layer, int64_t n_tokens, const std::vector<int32_t> & count) {
+    event e = { layer, {}, {}, n_tokens };
+    for (size_t i = 0; i < count.size(); i++) {
         if (count[i]) {
             e.experts.push_back((int32_t) i);
             e.n_tokens_of.push_back(count[i]);
@@ -146,8 +145,25 @@ static event event_of(const expert_block & b, const std::vector<placed_pair> & p
     return e;
 }
 
-// Pairs whose rows go to the block's output, by our kernels, or by ggml's where there are none (or none are wanted).
-ggml_status executor::compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input) {
+static event event_of(const expert_block & b, const std::vector<placed_pair> & pairs) {
+    std::vector<int32_t> count((size_t) b.down->tensor->ne[2], 0);
+    for (const placed_pair & p : pairs) {
+        count[(size_t) p.expert]++;
+    }
+    return event_of(b.layer(), b.n_tokens(), count);
+}
+
+static event event_of(size_t layer, const ggml_tensor * ids, int64_t n_expert) {
+    std::vector<int32_t> count((size_t) n_expert, 0);
+    for (int64_t t = 0; t < ids->ne[1]; t++) {
+        for (int64_t k = 0; k < ids->ne[0]; k++) {
+            count[(size_t) id_at(ids, t, k)]++;
+        }
+    }
+    return event_of(layer, ids->ne[1], count);
+}
+// Pairs whose rows go to the block's output (or to `rows`), by our kernels, or by ggml's where there are none (or none are wanted).
+ggml_status executor::compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input, float * rows) {
     if (pairs.empty()) {
         return GGML_STATUS_SUCCESS;
     }
@@ -157,7 +173,7 @@ ggml_status executor::compute_on_cpu(const expert_block & b, const std::vector<p
             all.push_back({ p.token, p.k, p.x });
         }
         block_rows.clear();
-        const graph_plan plan(b, all, block_rows, n_threads);
+        const graph_plan plan(b, all, rows, block_rows, n_threads);
         return compute_items(plan, 0, plan.items.size());
     }
     std::vector<ggml_tensor *> weights, biases;
@@ -226,47 +242,62 @@ ggml_status executor::compute_block(const expert_block & b, const owned & of) {
     return of.cache && !b.products.empty() ? compute_with_device(b, of, pairs) : compute_here(b, of, pairs, has_one_input(b, event_of(b, pairs)));
 }
 
+// The experts of an event in RAM, from when their layer's router has chosen them to when they are computed.
+struct executor::ram_visit {
+    ram_visit(ram_cache & of, event e) : of(of), v(of.experts.begin(std::move(e))) {}
+    ~ram_visit() {
+        of.experts.wait(v);   // nothing may arrive in a slot of this event once it is over
+        of.experts.end(v, {});
+    }
+    ram_visit(const ram_visit &) = delete;
+    ram_visit & operator=(const ram_visit &) = delete;
+
+    ram_cache & of;
+    tier::visit v;
+};
+
 // Pairs that are computed on the CPU, wherever their experts are now: those in RAM while the others are read, and each of these as soon as it is there.
 ggml_status executor::compute_here(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs, bool one_input) {
     if (!of.ram || pairs.empty()) {
-        return compute_on_cpu(b, pairs, one_input);
+        return compute_on_cpu(b, pairs, one_input, nullptr);
     }
+    if (!visit || visit->v.layer != b.layer()) {
+        visit = std::make_unique<ram_visit>(*of.ram, event_of(b, pairs));
+    }
+    const std::unique_ptr<ram_visit> ours = std::move(visit);
     tier & experts = of.ram->experts;
-    struct open_visit {
-        tier & experts;
-        tier::visit v;
-        ~open_visit() {
-            experts.wait(v);   // nothing may arrive in a slot of this event once it is over
-            experts.end(v, {});
-        }
-    } opened = { experts, experts.begin(event_of(b, pairs)) };
-    tier::visit & visit = opened.v;
     std::vector<std::vector<placed_pair>> of_expert((size_t) b.down->tensor->ne[2]);
     for (const placed_pair & p : pairs) {
         of_expert[(size_t) p.expert].push_back(p);
     }
+    float * rows = b.router_weights ? (float *) inputs.take((size_t) (b.n_tokens() * b.n_used() * b.n_out()) * sizeof(float)) : nullptr;
     std::vector<size_t> arrived;
     std::vector<placed_pair> now;
     bool failed;
-    while (experts.next(visit, arrived, failed)) {
+    while (experts.next(ours->v, arrived, failed)) {
         if (failed) {
             of.model->set_failure(of.ram->error());
             return GGML_STATUS_FAILED;
         }
         now.clear();
         for (const size_t i : arrived) {
-            const std::vector<placed_pair> & its = of_expert[(size_t) experts.expert_of(visit.layer, visit.e.experts[i])];
+            const std::vector<placed_pair> & its = of_expert[(size_t) experts.expert_of(ours->v.layer, ours->v.e.experts[i])];
             now.insert(now.end(), its.begin(), its.end());
         }
-        const ggml_status status = compute_on_cpu(b, now, one_input);
+        const ggml_status status = compute_on_cpu(b, now, one_input, rows);
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
         for (const size_t i : arrived) {
-            experts.release(visit, i);
+            experts.release(ours->v, i);
         }
     }
-    return GGML_STATUS_SUCCESS;
+    if (!rows) {
+        return GGML_STATUS_SUCCESS;
+    }
+    block_rows.clear();
+    const graph_plan sum(b, rows, block_rows, n_threads);
+    return compute_items(sum, 0, sum.items.size());
 }
 
 ggml_status executor::compute_with_device(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs) {
@@ -360,7 +391,8 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     std::vector<ggml_tensor *> nodes;
     owned of = {};   // any of them: all belong to one model
     const ggml_tensor * checked_ids = nullptr;
-    bool has_experts = false, has_kernels = false;
+    bool has_experts = false, has_kernels = false, one_event = true;   // all expert products here are of one layer and its ids
+    owned first = {};
     ggml_status status = GGML_STATUS_SUCCESS;
     for (int i = 0; i < ggml_graph_n_nodes(graph) && status == GGML_STATUS_SUCCESS; i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
@@ -375,6 +407,8 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
         if (!of.model->usable()) {
             status = GGML_STATUS_FAILED;
         } else if (node->op == GGML_OP_MUL_MAT_ID) {
+            one_event   = one_event && (!first.weight || (first.weight->layer == w.weight->layer && checked_ids == node->src[2]));
+            first       = first.weight ? first : w;
             has_experts = true;
             const bool begins = begins_event(w);
             if ((begins || node->src[2] != checked_ids) && !check_ids(node->src[2], w, begins)) {
@@ -386,9 +420,14 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     if (status == GGML_STATUS_SUCCESS) {
         memory.clear();
         using in = graph_plan::experts;
-        const in how = !has_experts ? in::fused : of.ram ? in::all_in_blocks : of.cache ? in::in_blocks : in::fused;
+        in how = !has_experts ? in::fused : of.ram ? in::all_in_blocks : of.cache ? in::in_blocks : in::fused;
+        if (has_experts && of.ram && !of.cache && one_event) {
+            visit = std::make_unique<ram_visit>(*of.ram, event_of(first.weight->layer, checked_ids, first.weight->tensor->ne[2]));
+            how = tier::all_there(visit->v) ? in::fused : how;   // as if they were mapped
+        }
         std::unique_ptr<graph_plan> plan(has_kernels || how != in::fused ? new graph_plan(nodes, weights_of, how, memory, n_threads) : nullptr);
-        if (of.ram && plan && plan->leaves_experts) {
+        if (how == in::all_in_blocks && plan->leaves_experts) {
+            visit.reset();
             of.model->set_fault("llama.cpp's graph has a product of experts in a form that edgemoe does not know: run it with all experts mapped (--ram mapped)");
             return GGML_STATUS_FAILED;
         }
@@ -399,6 +438,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
             of.model->count.n_fused += plan->n_fused;
         }
         status = plan && plan->has_steps ? compute_plan(*plan, of) : ggml_backend_graph_compute(cpu, graph);
+        visit.reset();
         for (const swap & s : swapped) {
             s.node->src[0] = s.original;
         }

@@ -38,9 +38,10 @@ private:
     ggml_status compute_block(const expert_block & b, const owned & of);
     ggml_status compute_with_device(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs);
     ggml_status compute_here(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs, bool one_input);
-    ggml_status compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input);
+    ggml_status compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input, float * rows);
     void        prepare_runner(device_cache & cache);
 
+    struct ram_visit;
     struct deleter { void operator()(ggml_context * c) const { ggml_free(c); } };
 
     ggml_backend_t       cpu;
@@ -52,6 +53,7 @@ private:
     size_t               context_items = 0;           // how many it has room for
     std::unique_ptr<device_runner> runner;            // of the cache in use
     workspace            inputs, block_rows;          // of a block, and what our kernels make of them
+    std::unique_ptr<ram_visit> visit;                 // of the expert products that come next
     ggml_gallocr_t       block_memory = nullptr;      // of blocks that ggml computes
 };
 

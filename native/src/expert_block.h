@@ -24,6 +24,10 @@ struct expert_block {
     const owned_tensor *     down;
     const ggml_tensor *      down_bias;    // [n_out, n_expert], or NULL
     const ggml_tensor *      output;       // [n_out, n_used, n_tokens]
+    // What llama.cpp's graph does with these rows next, where it is done with them here: weighs them by [1, n_used, n_tokens], and adds up those of a token.
+    const ggml_tensor *      router_weights = nullptr;
+    const ggml_tensor *      weighted = nullptr;
+    const ggml_tensor *      sum = nullptr;
 
     bool    x_per_pair() const { return x->ne[1] != 1; }
     int64_t n_used()     const { return ids->ne[0]; }

@@ -98,7 +98,8 @@ struct planner {
     const routing & routing_of(const ggml_tensor * ids, int64_t n_expert);
     const quantized_rows & expert_input(const ggml_tensor * x, rounding how);
     void compute_block(const expert_block & b, const routing & r, const quantized_rows & q, bool x_per_pair, const down_step::output & out);
-    void take_weighted_sum(size_t & i, const routing & r, down_step::output & out);
+    void find_weighted_sum(size_t & i, expert_block & b) const;
+    const float * weights_of_pairs(const expert_block & b, const routing & r);
 };
 
 graph_plan::graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, experts how, workspace & memory, int n_threads) {
@@ -401,6 +402,14 @@ static void set_output(down_step::output & out, const ggml_tensor * t, bool summ
     out.summed       = summed;
 }
 
+const float * planner::weights_of_pairs(const expert_block & b, const routing & r) {
+    float * weights = (float *) memory.take(r.pairs.size() * sizeof(float));
+    for (size_t p = 0; p < r.pairs.size(); p++) {
+        weights[p] = *row_of(b.router_weights, r.pairs[p].k, r.pairs[p].token);
+    }
+    return weights;
+}
+
 // A whole expert, with the weighted sum where the graph has that. 0 when it is none.
 size_t planner::take_experts(size_t i) {
     auto found = std::make_unique<expert_block>();
@@ -412,6 +421,9 @@ size_t planner::take_experts(size_t i) {
         end = i;
     }
     const expert_block & b = *found;
+    if (how != graph_plan::experts::in_blocks && have_kernels(b) && !is_output(b.output)) {
+        find_weighted_sum(end, *found);
+    }
     if (how != graph_plan::experts::fused) {
         plan.items.push_back({ nullptr, nullptr, found.get() });
         plan.blocks.push_back(std::move(found));
@@ -425,14 +437,14 @@ size_t planner::take_experts(size_t i) {
     const quantized_rows & q = expert_input(b.x, b.products[0].weight->k->activation);
     down_step::output out = {};
     out.bias = b.down_bias;
-    set_output(out, b.output, false);
-    take_weighted_sum(end, r, out);
+    set_output(out, b.sum ? b.sum : b.weighted ? b.weighted : b.output, b.sum);
+    out.weights = b.router_weights ? weights_of_pairs(b, r) : nullptr;
     compute_block(b, r, q, b.x_per_pair(), out);
     plan.n_fused++;
     return end + 1 - i;
 }
 
-graph_plan::graph_plan(const expert_block & b, const std::vector<block_pair> & pairs, workspace & memory, int n_threads) {
+graph_plan::graph_plan(const expert_block & b, const std::vector<block_pair> & pairs, float * rows, workspace & memory, int n_threads) {
     const std::vector<ggml_tensor *> no_nodes;
     planner p { *this, no_nodes, nullptr, experts::in_blocks, memory, n_threads };
     std::vector<routing::pair> all;
@@ -447,6 +459,11 @@ graph_plan::graph_plan(const expert_block & b, const std::vector<block_pair> & p
     down_step::output out = {};
     out.bias = b.down_bias;
     set_output(out, b.output, false);
+    if (rows) {
+        out.data         = (char *) rows;
+        out.pair_stride  = (size_t) b.n_out() * sizeof(float);
+        out.token_stride = out.pair_stride * (size_t) b.n_used();
+    }
     if (b.products.empty()) {
         p.add_product(*b.down, r, q, b.x_per_pair(), out);
     } else {
@@ -454,34 +471,39 @@ graph_plan::graph_plan(const expert_block & b, const std::vector<block_pair> & p
     }
 }
 
+graph_plan::graph_plan(const expert_block & b, const float * rows, workspace & memory, int n_threads) {
+    const std::vector<ggml_tensor *> no_nodes;
+    planner p { *this, no_nodes, nullptr, experts::in_blocks, memory, n_threads };
+    down_step::output out = {};
+    set_output(out, b.sum ? b.sum : b.weighted, b.sum);
+    // In the order in which a fused block adds up: by expert.
+    const routing & r = p.routing_of(b.ids, b.down->tensor->ne[2]);
+    p.add_step(std::make_unique<weigh_step>(r, rows, b.n_out(), p.weights_of_pairs(b, r), out, n_threads));
+}
+
 // After the block, of which nodes[i] is the last: router weights and sum. `i` moves to the last node that is taken.
-void planner::take_weighted_sum(size_t & i, const routing & r, down_step::output & out) {
+void planner::find_weighted_sum(size_t & i, expert_block & b) const {
     const ggml_tensor * last = nodes[i];
-    const auto step_to = [&](size_t j) { i = j; last = nodes[j]; };
     size_t j = next_node(i);
     if (j >= nodes.size() || nodes[j]->op != GGML_OP_MUL || nodes[j]->src[0] != last) {
         return;
     }
     const ggml_tensor * w = nodes[j]->src[1];
-    if (w->type != GGML_TYPE_F32 || w->ne[0] != 1 || w->ne[1] != r.n_used || w->ne[2] != r.n_tokens || is_made_here(w)) {
+    if (w->type != GGML_TYPE_F32 || w->ne[0] != 1 || w->ne[1] != b.n_used() || w->ne[2] != b.n_tokens() || is_made_here(w)) {
         return;
     }
-    float * weights = (float *) memory.take(r.pairs.size() * sizeof(float));
-    for (size_t p = 0; p < r.pairs.size(); p++) {
-        weights[p] = *row_of(w, r.pairs[p].k, r.pairs[p].token);
-    }
-    out.weights = weights;
-    step_to(j);
-    set_output(out, last, false);
+    b.router_weights = w;
+    b.weighted = nodes[j];
+    i = j;
 
     // The sum: views of one expert's column each, added up in order.
-    const ggml_tensor * all = last, * sum = nullptr;
+    const ggml_tensor * all = b.weighted, * sum = nullptr;
     const auto is_column = [&](const ggml_tensor * t, int64_t k) {
-        return t->op == GGML_OP_VIEW && t->src[0] == all && t->ne[0] == all->ne[0] && t->ne[1] == r.n_tokens && t->nb[1] == all->nb[2] &&
+        return t->op == GGML_OP_VIEW && t->src[0] == all && t->ne[0] == all->ne[0] && t->ne[1] == b.n_tokens() && t->nb[1] == all->nb[2] &&
                (const char *) t->data == (const char *) all->data + (size_t) k * all->nb[1];
     };
     size_t end = i;
-    for (int64_t k = 1; k < r.n_used; k++) {
+    for (int64_t k = 1; k < b.n_used(); k++) {
         j = next_node(end);
         if (is_output(all) || j >= nodes.size() || nodes[j]->op != GGML_OP_ADD || !has_float_rows(nodes[j]) || !is_column(nodes[j]->src[1], k) ||
                 !(k == 1 ? is_column(nodes[j]->src[0], 0) : nodes[j]->src[0] == sum) || (sum && is_output(sum))) {
@@ -491,8 +513,8 @@ void planner::take_weighted_sum(size_t & i, const routing & r, down_step::output
         end = j;
     }
     if (sum) {
-        step_to(end);
-        set_output(out, last, true);
+        b.sum = sum;
+        i = end;
     }
 }
 

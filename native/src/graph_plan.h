@@ -26,9 +26,11 @@ struct graph_plan {
     enum class experts { fused, in_blocks, all_in_blocks };
     graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, experts how, workspace & memory, int n_threads);
 
-    // Some routed pairs of a block that have_kernels, from the inputs given with them; the rows go to where the block has them.
+    // Some routed pairs of a block that have_kernels, from the inputs given with them. `rows`: [n_tokens, n_used, n_out], where theirs go to; NULL: where the block has them.
     struct block_pair { int32_t token, k; const float * x; };
-    graph_plan(const expert_block & b, const std::vector<block_pair> & pairs, workspace & memory, int n_threads);
+    graph_plan(const expert_block & b, const std::vector<block_pair> & pairs, float * rows, workspace & memory, int n_threads);
+    // Once all rows of a block with router_weights are there: what the graph makes of them.
+    graph_plan(const expert_block & b, const float * rows, workspace & memory, int n_threads);
 
 private:
     friend struct planner;

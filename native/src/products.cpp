@@ -234,6 +234,14 @@ void down_step::run(int, int) {
     }
 }
 
+// One function, so that the same bits come out wherever the rows come from.
+__attribute__((noinline)) static void weigh(const float * from, const float * bias, float weight, bool summed, float * to, int n) {
+    for (int r = 0; r < n; r++) {
+        const float value = (from[r] + (bias ? bias[r] : 0.0f)) * weight;
+        to[r] = summed ? to[r] + value : value;
+    }
+}
+
 void down_step::compute_piece(int64_t row, int n_rows) {
     thread_local std::vector<float *> y;
     if (out.summed) {
@@ -257,11 +265,24 @@ void down_step::compute_piece(int64_t row, int n_rows) {
             const routing::pair & p = route.pairs[(size_t) (g.first + i)];
             float * to = (float *) (out.data + (size_t) p.token * out.token_stride + (out.summed ? 0 : (size_t) p.k * out.pair_stride)) + row;
             const float weight = out.weights ? out.weights[g.first + i] : 1.0f;
-            const float * from = y[(size_t) i];
-            for (int r = 0; r < n_rows; r++) {
-                const float value = (from[r] + (bias ? bias[r] : 0.0f)) * weight;
-                to[r] = out.summed ? to[r] + value : value;
-            }
+            weigh(y[(size_t) i], bias, weight, out.summed, to, n_rows);
+        }
+    }
+}
+
+weigh_step::weigh_step(const routing & r, const float * rows, int64_t n_out, const float * weights, const down_step::output & out, int n_threads)
+    : route(r), rows(rows), n_out(n_out), rows_per_piece(rows_for_piece(n_out, 1, n_threads, MOST_ROWS)), weights(weights), out(out) {}
+
+void weigh_step::run(int, int) {
+    for (int64_t row = rows_per_piece * next++; row < n_out; row = rows_per_piece * next++) {
+        const int n_rows = (int) std::min(rows_per_piece, n_out - row);
+        for (int64_t t = 0; out.summed && t < route.n_tokens; t++) {
+            memset(out.data + (size_t) t * out.token_stride + (size_t) row * sizeof(float), 0, (size_t) n_rows * sizeof(float));
+        }
+        for (size_t i = 0; i < route.pairs.size(); i++) {
+            const routing::pair & p = route.pairs[i];
+            float * to = (float *) (out.data + (size_t) p.token * out.token_stride + (out.summed ? 0 : (size_t) p.k * out.pair_stride)) + row;
+            weigh(rows + (p.token * route.n_used + p.k) * n_out + row, nullptr, weights[i], out.summed, to, n_rows);
         }
     }
 }

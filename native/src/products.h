@@ -144,4 +144,18 @@ private:
     std::atomic<int64_t>      next{0};
 };
 
+// What down_step does with its products, for rows [n_tokens, n_used, n_out] that are there already (with their bias). The same bits come out.
+struct weigh_step : step {
+    weigh_step(const routing & r, const float * rows, int64_t n_out, const float * weights, const down_step::output & out, int n_threads);
+    void run(int thread, int n_threads) override;
+
+private:
+    const routing &   route;
+    const float *     rows;
+    int64_t           n_out, rows_per_piece;
+    const float *     weights;
+    down_step::output out;
+    std::atomic<int64_t> next{0};
+};
+
 } // namespace edgemoe

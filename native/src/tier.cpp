@@ -452,6 +452,10 @@ bool tier::next(visit & v, std::vector<size_t> & there, bool & failed) {
     return n_left > 0;
 }
 
+bool tier::all_there(const visit & v) {
+    return !v.any_awaited && std::all_of(v.slot.begin(), v.slot.end(), [](int32_t slot) { return slot >= 0; });
+}
+
 void tier::release(visit & v, size_t i) {
     if (v.slot[i] < 0 || !is_staging(v.layer, v.slot[i])) {
         return;   // the others stay pinned until the event ends

@@ -99,6 +99,8 @@ struct tier {
     // must_load: waits until further experts of the event are in their slots and names them, by their place in it; false once all are named. What has no slot yet gets one
     // as others are released. `failed`: some that could not be loaded; the event cannot be computed.
     bool  next(visit & v, std::vector<size_t> & arrived, bool & failed);
+    // Nothing of the event has to be waited for.
+    static bool all_there(const visit & v);
     // The i-th expert of the event has been computed.
     void  release(visit & v, size_t i);
     // What it took: seconds, bytes and routed pairs of the experts computed on the CPU; seconds on the device of those that were awaited; seconds and pairs of it all.
