@@ -225,6 +225,9 @@ class _Experts:
         info = self._read(self._lib.edgemoe_model_get_cache_info, "edgemoe_cache_info")
         return info | {"misses": _native.text(info["misses"])}
 
+    def ram_cost(self, index: int) -> int:
+        return self._lib.edgemoe_model_get_ram_cost(self.handle, index)
+
     def ram_info(self) -> dict:
         return self._read(self._lib.edgemoe_model_get_ram_info, "edgemoe_ram_info")
 
@@ -478,8 +481,10 @@ class Llama(llama_cpp.Llama):
         return self._by_layer(ON_DEVICE)
 
     def ram_stats_by_layer(self) -> list[dict]:
-        """The same of expert slots in RAM."""
-        return self._by_layer(IN_RAM) if self._experts.has_ram else []
+        """The same of expert slots in RAM, with slot_bytes: what one expert takes of the budget."""
+        if not self._experts.has_ram:
+            return []
+        return [layer | {"slot_bytes": self._experts.ram_cost(i)} for i, layer in enumerate(self._by_layer(IN_RAM))]
 
     def _by_layer(self, tier: int) -> list[dict]:
         decode, prompt = self._experts.access_counts(tier, DECODE), self._experts.access_counts(tier, PROMPT)

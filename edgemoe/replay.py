@@ -22,17 +22,24 @@ MOST_PROMPT_ROWS = 512  # of a recording that does not say how its prompts were 
 
 
 class Replay:
-    """One cache. n_expert: per layer. n_slots: per layer, or of all layers together with shared=True (then n_slots times the layers).
+    """One cache. n_expert: per layer. n_slots: per layer, or of all layers together with shared=True (then n_slots times the layers). costs, budget: slots of all layers
+    together within a budget of bytes, of which an expert takes as many as its layer says; every miss is loaded, as where experts are in RAM and on the disk.
 
     Raises PolicyError."""
 
-    def __init__(self, n_expert: list[int], n_slots: int, policy: str | Policy = "lru", misses: str = "load", shared: bool = False, learned=None, **options):
+    def __init__(
+        self, n_expert: list[int], n_slots: int = 0, policy: str | Policy = "lru", misses: str = "load", shared: bool = False, learned=None, costs: list[int] = (), budget: int = 0,
+        **options,
+    ):
         self._ffi, self._lib = _native.load()
         self.policy = policy if isinstance(policy, Policy) else read_policy(policy, learned)
         self.n_layers = len(n_expert)
         misses_text = self._ffi.new("char[]", misses.encode())
         # Misses that are not to stay need a place for as long as their event lasts.
         fields = {"n_slots": n_slots, "misses": misses_text, "shared": shared, "seed": True, "n_staging": max(n_expert), **options, **self.policy.options()}
+        if costs:
+            costs = self._ffi.new("uint64_t[]", list(costs))
+            fields |= {"shared": True, "costs": costs, "most_bytes": budget}
         handle = self._lib.edgemoe_replay_open(self._ffi.new("uint32_t[]", n_expert), self.n_layers, self._ffi.new("struct edgemoe_cache_options *", fields))
         if not handle:
             raise PolicyError(_native.last_error())

@@ -17,14 +17,15 @@ from edgemoe.package import Source
 from edgemoe.ram_plan import slot_bytes
 
 N_PROMPT, N_DECODE = 40, 64
+N_FROM_DISK = 12  # decoded tokens
 
 
-def logits(llm, forced=None):
-    """[N_PROMPT + N_DECODE, n_vocab] for a random prompt in two batches and greedy (or forced) single steps, and the tokens fed."""
+def logits(llm, forced=None, n_decode=N_DECODE):
+    """[N_PROMPT + n_decode, n_vocab] for a random prompt in two batches and greedy (or forced) single steps, and the tokens fed."""
     tokens = np.random.default_rng(1).integers(0, llm.n_vocab(), N_PROMPT).tolist()
     llm.eval(tokens)
     fed = []
-    for i in range(N_DECODE):
+    for i in range(n_decode):
         fed.append(forced[i] if forced else int(llm.scores[llm.n_tokens - 1].argmax()))
         llm.eval([fed[-1]])
     return llm.scores[: llm.n_tokens].copy(), fed
@@ -45,17 +46,18 @@ def check(gguf, paths):
     llm.close()
     assert np.isfinite(expected).all() and expected.std() > 0
     for path, ram in product(paths, ("mapped", least_ram(paths[0]))):
+        n_decode = N_DECODE if ram == "mapped" else N_FROM_DISK
         with_experts = edgemoe.Llama(path, exact=True, ram=ram, **options)
-        found, _ = logits(with_experts, tokens)
+        found, _ = logits(with_experts, tokens, n_decode)
         stats, info = with_experts.expert_stats(), with_experts.ram_info()
         with_experts.close()
-        np.testing.assert_array_equal(found, expected, err_msg=f"{path}, {ram}")
+        np.testing.assert_array_equal(found, expected[: len(found)], err_msg=f"{path}, {ram}")
         # Not vacuous: our device did the work. One event per layer and batch (40 tokens are two batches).
         n_layers = len(with_experts.source.layers)
-        assert n_layers > 0 and stats["n_events"] == n_layers * (2 + N_DECODE)
+        assert n_layers > 0 and stats["n_events"] == n_layers * (2 + n_decode)
         if info:
             n_experts = sum(layer.n_expert for layer in with_experts.source.layers)
-            assert info["filled"] <= info["budget"] < ram and stats["n_ram_accesses"] > 0
+            assert info["filled"] <= info["budget"] <= ram and stats["n_ram_accesses"] > 0
             assert stats["n_ram_evicted"] > 0 or info["n_filled"] == n_experts
 
 

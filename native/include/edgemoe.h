@@ -239,6 +239,8 @@ int                    edgemoe_model_open_cache(edgemoe_model * model, const str
 // These ask for slots on a device, or in RAM.
 void                   edgemoe_model_get_cache_info(const edgemoe_model * model, struct edgemoe_cache_info * info);
 void                   edgemoe_model_get_ram_info(const edgemoe_model * model, struct edgemoe_ram_info * info);
+// Bytes of the budget that an expert of a layer takes in RAM.
+uint64_t               edgemoe_model_get_ram_cost(const edgemoe_model * model, uint32_t layer);
 // `tier` is enum edgemoe_tier, `layer` an index among the layers with experts.
 int                    edgemoe_model_get_access_counts(const edgemoe_model * model, int tier, int phase, uint32_t layer, struct edgemoe_access_counts * counts);
 // Fills `experts` (room for as many as the layer has) with those that are in their slots and returns how many; -1.

@@ -405,6 +405,8 @@ void edgemoe_model_get_ram_info(const edgemoe_model * model, edgemoe_ram_info * 
               reads.n_reads, reads.busy_us };
 }
 
+uint64_t edgemoe_model_get_ram_cost(const edgemoe_model * model, uint32_t layer) { return model->m->places->bytes(layer); }
+
 int edgemoe_model_get_access_counts(const edgemoe_model * model, int which, int phase, uint32_t layer, edgemoe_access_counts * counts) {
     return guarded([&] { *counts = border(tier_of(model, which, layer).counts((tier::phase) phase, layer)); return 0; }, -1);
 }

@@ -31,6 +31,7 @@ ram_cache::ram_cache(const source & s, store & from, expert_memory & memory, con
 
 tier_options ram_cache::tier_options_of(const source & s, const ram_options & o) {
     tier_options options = o.slots;
+    int64_t all = 0;
     options.shared    = true;
     options.must_load = true;
     options.misses    = "load";
@@ -38,10 +39,11 @@ tier_options ram_cache::tier_options_of(const source & s, const ram_options & o)
     for (size_t l = 0; l < s.layers.size(); l++) {
         options.cost.push_back((int64_t) memory.bytes(l));
         largest = std::max(largest, options.cost.back());
+        all    += options.cost.back() * s.layers[l].n_expert;
     }
     // A sixteenth of the slots at most: decoding, which has the others, is what the budget is for.
     n_stage = (int32_t) std::max<int64_t>(LEAST_STAGING, std::min<int64_t>(MOST_STAGING, (int64_t) o.bytes / 16 / largest));
-    slots_budget = (int64_t) o.bytes - n_stage * largest;
+    slots_budget = (int64_t) o.bytes >= all ? all : (int64_t) o.bytes - n_stage * largest;   // where all fit, nobody passes through
     if (slots_budget < largest) {
         throw std::invalid_argument("a budget of " + std::to_string(o.bytes) + " bytes for experts in RAM, wanted at least " + std::to_string((n_stage + 1) * largest));
     }

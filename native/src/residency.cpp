@@ -25,7 +25,7 @@ bool admission::admits(int32_t expert, int32_t victim, const scores & s) const {
 }
 
 residency::residency(const expert_space & space, int32_t n_slots_per_layer)
-    : space(space), cost(space.n_layers(), 1), slot_of_expert((size_t) space.n_all(), -1), protection((size_t) space.n_all(), 0) {
+    : space(space), cost(space.n_layers(), 1), slot_of_expert((size_t) space.n_all(), -1), protection((size_t) space.n_all(), 0), excluded((size_t) space.n_all(), false) {
     for (size_t layer = 0; layer < space.n_layers(); layer++) {
         const int32_t n = std::min(space.n_expert(layer), n_slots_per_layer);
         if (layer == 0 || !space.shared) {
@@ -39,7 +39,7 @@ residency::residency(const expert_space & space, int32_t n_slots_per_layer)
 }
 
 residency::residency(const expert_space & space, const std::vector<int64_t> & cost, int64_t budget)
-    : space(space), cost(cost), slot_of_expert((size_t) space.n_all(), -1), first_slot((size_t) space.n_all(), 0), protection((size_t) space.n_all(), 0) {
+    : space(space), cost(cost), slot_of_expert((size_t) space.n_all(), -1), first_slot((size_t) space.n_all(), 0), protection((size_t) space.n_all(), 0), excluded((size_t) space.n_all(), false) {
     assert(space.shared);
     const int64_t n = budget / *std::min_element(cost.begin(), cost.end());
     pools.push_back({ 0, (int32_t) std::min<int64_t>(n, space.n_all()), 0, budget, 0 });
@@ -103,6 +103,9 @@ void residency::leave(pool & p, slot & at) {
 
 bool residency::insert(size_t layer, int32_t expert, const scores & by, insertion & done, const admission & rule) {
     assert(!present(expert));
+    if (excluded[(size_t) expert]) {
+        return false;
+    }
     pool & p = pools[space.pool_of(layer)];
     size_t s;
     int32_t evicted = -1;

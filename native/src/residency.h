@@ -84,8 +84,10 @@ struct residency {
     void unpin(int32_t expert);
     // These stay as well, until others are named.
     void protect(const std::vector<int32_t> & experts);
+    // This one does not come in, since an event has it elsewhere.
+    void exclude(int32_t expert, bool out) { excluded[(size_t) expert] = out; }
 
-    // Begins the load of `expert`, which is not present, in an empty slot or in the place of the lowest. False when nothing may be replaced, or not by this one. Where
+    // Begins the load of `expert`, which is not present, in an empty slot or in the place of the lowest. False when nothing may be replaced, or not by this one, or it is excluded. Where
     // the lowest costs less than the newcomer, more of them go: these are added to `gone`.
     bool insert(size_t layer, int32_t expert, const scores & by, insertion & done, const admission & rule = {});
     // After an event: brings in those of `candidates` that are absent, in their order. No member of the event is evicted, unless the members need not stay.
@@ -120,6 +122,7 @@ private:
     std::vector<int32_t>  slot_of_expert;   // in its pool
     std::vector<size_t>   first_slot;       // of the expert's pool
     std::vector<uint64_t> protection;       // == now: protected
+    std::vector<bool>     excluded;
     uint64_t              now = 1;
 };
 

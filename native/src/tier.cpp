@@ -183,7 +183,17 @@ void tier::empty(staging_slot & s) {
         layers[space.layer_of(s.expert)].counts[(size_t) phase::decode].n_unused++;
         unused[(size_t) s.expert] = 0;
     }
+    if (s.in_use) {
+        in.exclude(s.expert, false);
+    }
     s = {};
+}
+
+// By the event that has taken the stage. Meanwhile no other event brings the expert into a slot: where slots are pages that move to the place of an expert, there is
+// one place, and it has one slot.
+void tier::use(staging_slot & s) {
+    s.in_use = true;
+    in.exclude(s.expert, true);
 }
 
 void tier::release_stage(visit & v) {
@@ -204,7 +214,8 @@ bool tier::through_stage(visit & v, size_t i, size_t & at) {
     }
     at = (size_t) s + 1;
     empty(stage[(size_t) s]);
-    stage[(size_t) s] = { v.e.experts[i], staging::loading, true };
+    stage[(size_t) s] = { v.e.experts[i], staging::loading };
+    use(stage[(size_t) s]);
     stage_taken = v.uses_stage = v.any_awaited = true;
     v.awaited[i] = arrival::staged;
     request(v.layer, { v.e.experts[i], in.n_slots(v.layer) + s, -1 }, v.when, true);
@@ -365,7 +376,8 @@ tier::visit tier::begin(event e) {
             const int32_t s = staged_at(expert);
             if (s >= 0 && stage[(size_t) s].state == staging::loaded && (!stage_taken || v.uses_stage)) {
                 v.slot[i] = in.n_slots(v.layer) + s;
-                stage_taken = v.uses_stage = stage[(size_t) s].in_use = true;
+                stage_taken = v.uses_stage = true;
+                use(stage[(size_t) s]);
                 unused[(size_t) expert] = 0;
             }
         }
@@ -422,7 +434,10 @@ bool tier::next(visit & v, std::vector<size_t> & there, bool & failed) {
             n_left++;
             size_t any = 0;
             const int32_t expert = v.e.experts[i];
-            if (v.awaited[i] == arrival::pending && (!stage_taken || v.uses_stage)) {
+            if (v.awaited[i] == arrival::pending && in.present(expert)) {
+                v.awaited[i] = arrival::late;   // another event has brought it in
+                in.pin(expert);
+            } else if (v.awaited[i] == arrival::pending && (!stage_taken || v.uses_stage)) {
                 through_stage(v, i, any);
             }
             bool lost = false;
@@ -476,7 +491,7 @@ void tier::grant(phase when) {
             in.refine(w.layer, w.first, w.end, *w.by, w.budget, changes);
         } else if (w.kind == wish::how::bring) {
             in.bring(w.layer, w.experts, *w.by, changes);
-        } else if (!stage_taken) {
+        } else if (!stage_taken && !options.must_load) {   // there the stage is for those who wait
             for (staging_slot & s : stage) {
                 empty(s);
             }
@@ -506,6 +521,11 @@ void tier::bring_in(visit & v) {
         }
     }
     if (v.when == phase::decode && by->admits_misses() && !missing.empty()) {
+        for (staging_slot & s : stage) {
+            if (v.uses_stage && s.in_use) {
+                in.exclude(s.expert, false);   // computed: it may stay now
+            }
+        }
         changes.clear();
         in.update(v.e, missing, by->by, options.rule, by->keeps_members(), changes);
         for (const residency::insertion & i : changes) {

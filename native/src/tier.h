@@ -153,6 +153,7 @@ private:
     int32_t free_stage(size_t from) const;
     void release_stage(visit & v);
     void empty(staging_slot & s);
+    void use(staging_slot & s);
     residency new_residency() const;
     void account_for_gone(access_counts & c);
     int32_t staged_at(int32_t expert) const;
