@@ -16,13 +16,12 @@ place, no limit, second pass over the same tokens). --neighbour: how long anothe
 
 import argparse
 import json
-import os
 import resource
 import signal
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import mean, median
 
@@ -167,8 +166,8 @@ def tokens_for(o) -> tuple[list[int], list[int]]:
     import numpy as np
 
     n = o.n_prompt + o.tokens
-    llm = llama_cpp.Llama(str(o.model), vocab_only=True, verbose=False)
-    found = np.random.default_rng(7).integers(0, llm.n_vocab(), n).tolist() if o.random_tokens else llm.tokenize(o.text.read_bytes())
+    with closing(llama_cpp.Llama(str(o.model), vocab_only=True, verbose=False)) as llm:
+        found = np.random.default_rng(7).integers(0, llm.n_vocab(), n).tolist() if o.random_tokens else llm.tokenize(o.text.read_bytes())
     if len(found) < n:
         sys.exit(f"{o.text}: has {len(found)} tokens, wanted {n}: --n-prompt and --tokens together")
     return found[: o.n_prompt], found[o.n_prompt : n]
@@ -200,13 +199,14 @@ def say(text: str) -> None:
 
 
 def measure_in_place(o, specs: dict[str, dict]) -> dict[str, float]:
-    """Tokens per second of each path that edgemoe is given, when nothing is missing: what computing alone allows."""
+    """Tokens per second of each path that edgemoe opens, with everything in memory: what computing alone allows."""
     rates = {}
-    for path in dict.fromkeys(s["path"] for s in specs.values() if not s["plain"]):
-        say(f"no limit, in place, warm: {path}")
-        spec = next(s for s in specs.values() if s["path"] == path and not s["plain"])
+    for path, spec in {s["path"]: s for s in specs.values() if not s["plain"]}.items():
         run = measure(spec | {"edgemoe": {"ram": "mapped", "exact": o.exact}, "n_passes": 2}, None, o.files, cold=False)
-        rates[path] = speed(run) if "failed" not in run else sys.exit(f"{path}, in place without a limit: {run['failed']}")
+        if "failed" in run:
+            sys.exit(f"{path}, in place without a limit: {run['failed']}")
+        rates[path] = speed(run)
+        say(f"no limit, in place, warm, {path}: {rates[path]:.2f} tok/s")
     return rates
 
 
@@ -259,18 +259,13 @@ def measure_neighbour(o, specs: dict[str, dict]) -> dict[str, dict]:
 # What came of it.
 
 
-def spread(values: list[float], digits: int = 2) -> str:
-    middle = f"{median(values):.{digits}f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 def rows_of(o, limit: str, runs: dict[str, list[dict]], in_place: dict[str, float], specs: dict[str, dict]) -> list[dict]:
     """One row per variant. Rounds in which it failed are left out; one in which llama.cpp failed has no ratio."""
     reference = next((r for r in runs.get(PLAIN, []) if "failed" not in r), None)
     rows = []
     for name, every in runs.items():
         done = [r for r in every if "failed" not in r]
-        row = {"limit": limit, "variant": name, "n_failed": len(every) - len(done), "failed": next((r["failed"] for r in every if "failed" in r), None)}
+        row = {"limit": limit, "variant": name, "failed": next((r["failed"] for r in every if "failed" in r), None), "n_done": len(done), "n_rounds": len(every)}
         rows.append(row)
         if not done:
             continue
@@ -290,52 +285,8 @@ def rows_of(o, limit: str, runs: dict[str, list[dict]], in_place: dict[str, floa
 
 def roofline(row: dict, disk: float, in_place: float) -> dict:
     """Tokens per second that the disk and the cores allow, each alone; `reached` is the share of the lower one."""
-    by_disk = disk / row["read_bytes"] if row["read_bytes"] else float("inf")
-    return {"disk_rate": disk, "by_disk": by_disk, "by_cores": in_place, "reached": median(row["speeds"]) / min(by_disk, in_place)}
-
-
-HEAD = "| limit | variant | decode, tok/s | × llama.cpp | tokens | slowest, s | load, s | prompt, s | MB read per token | major faults per token | peak MB: anonymous, mapped, group | rms | same best token |"
-ROOF = "| limit | variant | MB read per token | disk, GB/s | disk allows, tok/s | cores allow, tok/s | decode, tok/s | reached |"
-BESIDE = "| beside the neighbour | passes | median, ms | p99, ms | max, ms | decode, tok/s |"
-
-
-def table(head: str, lines: list[list[str]]) -> str:
-    return "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *("| " + " | ".join(line) + " |" for line in lines)])
-
-
-def cells(row: dict) -> list[str]:
-    if "speeds" not in row:
-        return [row["limit"], row["variant"], row["failed"], *["–"] * 10]
-    ratio = spread(row["ratios"]) if row.get("ratios") else "–"
-    rms, same = (f"{row['parity']['rms']:.2g}", f"{row['parity']['same_best_token']}/{row['parity']['of']}") if "parity" in row else ("–", "–")
-    peak = ", ".join(f"{row['peak'][name] / 1e6:.0f}" for name in ("anon", "file", "group"))
-    return [
-        row["limit"], row["variant"], spread(row["speeds"]), ratio, str(row["n_tokens"]), f"{row['slowest_token_s']:.2f}", f"{row['load_s']:.1f}", f"{row['prompt_s']:.1f}",
-        f"{row['read_bytes'] / 1e6:.1f}", f"{row['major_faults']:.0f}", peak, rms, same,
-    ]  # fmt: skip
-
-
-def roof_cells(row: dict) -> list[str]:
-    rates = [f"{row[name]:.1f}" for name in ("by_disk", "by_cores")]
-    return [row["limit"], row["variant"], f"{row['read_bytes'] / 1e6:.1f}", f"{row['disk_rate'] / 1e9:.2f}", *rates, spread(row["speeds"]), f"{row['reached']:.0%}"]
-
-
-def beside_cells(name: str, found: dict) -> list[str]:
-    import numpy as np
-
-    if not found.get("pass_s"):
-        return [name, found.get("failed", "no pass in the window"), *["–"] * 4]
-    ms = np.array(found["pass_s"]) * 1e3
-    rate = f"{found['tokens_per_s']:.2f}" if "tokens_per_s" in found else "–"
-    return [name, str(len(ms)), f"{np.median(ms):.2f}", f"{np.percentile(ms, 99):.2f}", f"{ms.max():.2f}", rate]
-
-
-def report(about: dict, rows: list[dict], beside: dict[str, dict]) -> str:
-    parts = [json.dumps(about), table(HEAD, [cells(r) for r in rows])]
-    roofs = [roof_cells(r) for r in rows if "reached" in r]
-    parts += [table(ROOF, roofs)] if roofs else []
-    parts += [table(BESIDE, [beside_cells(name, found) for name, found in beside.items()])] if beside else []
-    return "\n\n".join(parts)
+    by_disk = disk / row["read_bytes"] if row["read_bytes"] else None  # nothing was read: the disk allows everything
+    return {"disk_rate": disk, "by_disk": by_disk, "by_cores": in_place, "reached": median(row["speeds"]) / min(by_disk or in_place, in_place)}
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -381,6 +332,7 @@ def page_cache(runs: list[dict]) -> dict:
 
 
 def main() -> int:
+    import bigger_than_ram_report as report
     from edgemoe.verify import BOUND
 
     o = options_of()
@@ -397,11 +349,9 @@ def main() -> int:
     if o.neighbour:
         beside = measure_neighbour(o, specs)
         save(o, head, rows, runs, beside)
-    print(report(head, rows, beside))
+    print(report.text(head, rows, beside))
     if o.plot:
-        import bigger_than_ram_plots as plots
-
-        say("\n".join(plots.draw_all(o.plot, head["model"], runs, beside)))
+        say("\n".join(report.draw_all(o.plot, head["model"], runs, beside)))
     ours = [r for r in rows if not specs[r["variant"]]["plain"]]
     return int(any(r["failed"] or ("parity" in r and not r["parity"]["rms"] <= (0 if o.exact else BOUND)) for r in ours))
 
