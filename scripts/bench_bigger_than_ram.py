@@ -16,6 +16,7 @@ place, no limit, second pass over the same tokens). --neighbour: how long anothe
 
 import argparse
 import json
+import os
 import resource
 import signal
 import sys
@@ -45,7 +46,14 @@ def open_model(spec: dict):
 def counters(llm) -> dict:
     read = next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes"))
     stats = {k: v for k, v in llm.expert_stats().items() if isinstance(v, (int, float))} if hasattr(llm, "expert_stats") else {}
-    return {"read_bytes": read, "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt, "stats": stats}
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    return {"at": time.monotonic(), "read_bytes": read, "major_faults": faults, "stats": stats, "cpu_s": time.process_time(), "busy_s": busy_seconds()}
+
+
+def busy_seconds() -> float:
+    """Of all cores, time that the host took away included."""
+    user, nice, system, _, _, irq, softirq, stolen = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def run_model(folder: Path) -> None:
@@ -61,7 +69,7 @@ def run_model(folder: Path) -> None:
         start = time.monotonic()
         llm.eval(spec["prompt"])
         result["prompt_s"] = time.monotonic() - start
-        result["begin"], logits = counters(llm) | {"at": time.monotonic()}, []
+        result["begin"], logits = counters(llm), []
         seconds, chosen = [], []
         for i, token in enumerate(spec["tokens"]):
             start = time.monotonic()
@@ -73,7 +81,7 @@ def run_model(folder: Path) -> None:
                 logits.append(row.copy())
             if sum(seconds) > spec["most_seconds"]:
                 break
-        result["end"] = counters(llm) | {"at": time.monotonic()}
+        result["end"] = counters(llm)
     np.save(folder / "logits.npy", np.stack(logits))
     (folder / "result.json").write_text(json.dumps(result | {"token_s": seconds, "chosen": chosen}))
 
@@ -128,6 +136,12 @@ def used(run: dict, name: str) -> float:
     return (run["end"][name] - run["begin"][name]) / len(run["token_s"])
 
 
+def others(run: dict) -> float:
+    """Cores that were busy with something else during the window."""
+    cpu, busy, seconds = (run["end"][k] - run["begin"][k] for k in ("cpu_s", "busy_s", "at"))
+    return max(0.0, (busy - cpu) / seconds)
+
+
 def parity(run: dict, reference: dict) -> dict:
     """Over the tokens that both decoded."""
     import numpy as np
@@ -178,14 +192,21 @@ def variants(o, prompt: list[int], tokens: list[int]) -> dict[str, dict]:
     plain = {
         "plain": True, "path": str(o.model), "prompt": prompt, "tokens": tokens, "n_ctx": o.n_ctx, "threads": o.threads, "most_seconds": o.most_seconds, "n_passes": 1,
     }  # fmt: skip
-    ram = None if o.ram == "auto" else o.ram if o.ram == "mapped" else size(o.ram)
     ours = {
-        f"edgemoe, {kind}, {policy}": plain | {"plain": False, "path": str(path), "edgemoe": {"ram": ram, "policy": policy, "exact": o.exact}}
-        for policy in o.policies.split(",")
+        ", ".join(filter(None, ("edgemoe", kind, ram, policy))): plain | {"plain": False, "path": str(path), "edgemoe": {"ram": ram_of(ram), "policy": policy, "exact": o.exact}}
+        for ram in o.ram.split(",")
+        for policy in (o.policies.split(",") if ram != "mapped" else [None])
         for kind, path in (("GGUF", o.model), ("package", o.package))
         if path
     }
     return {"plain": {PLAIN: plain}, "edgemoe": ours}.get(o.only) or {PLAIN: plain, **ours, AGAIN: plain}
+
+
+def ram_of(text: str) -> int | str | None:
+    """What Llama's `ram` is given."""
+    if text == "auto":
+        return None
+    return text if text == "mapped" else size(text)
 
 
 def size(text: str) -> int | None:
@@ -259,7 +280,7 @@ def measure_neighbour(o, specs: dict[str, dict]) -> dict[str, dict]:
 # What came of it.
 
 
-def rows_of(o, limit: str, runs: dict[str, list[dict]], in_place: dict[str, float], specs: dict[str, dict]) -> list[dict]:
+def rows_of(limit: str, runs: dict[str, list[dict]], in_place: dict[str, float], specs: dict[str, dict]) -> list[dict]:
     """One row per variant. Rounds in which it failed are left out; one in which llama.cpp failed has no ratio."""
     reference = next((r for r in runs.get(PLAIN, []) if "failed" not in r), None)
     rows = []
@@ -272,7 +293,7 @@ def rows_of(o, limit: str, runs: dict[str, list[dict]], in_place: dict[str, floa
         row |= {"speeds": [speed(r) for r in done], "n_tokens": min(len(r["token_s"]) for r in done), "load_s": median(r["load_s"] for r in done)}
         row |= {"prompt_s": median(r["prompt_s"] for r in done), "read_bytes": median(used(r, "read_bytes") for r in done)}
         row |= {"major_faults": median(used(r, "major_faults") for r in done), "peak": {k: max(r["peak"][k] for r in done) for k in done[0]["peak"]}}
-        row["slowest_token_s"] = max(max(r["token_s"]) for r in done)
+        row |= {"slowest_token_s": max(max(r["token_s"]) for r in done), "others": max(map(others, done))}
         if AGAIN in runs:
             rounds = zip(every, runs[PLAIN], runs[AGAIN])
             row["ratios"] = [speed(r) / mean((speed(a), speed(b))) for r, a, b in rounds if not any("failed" in x for x in (r, a, b))]
@@ -296,8 +317,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="a GGUF")
     parser.add_argument("--package", type=Path, help="what edgemoe-convert made of it; measured too")
     parser.add_argument("--limits", default="none", help="memory limits, such as 1100M,800M,none (default %(default)s)")
-    parser.add_argument("--ram", default="auto", help="edgemoe's: auto, mapped or a size (default %(default)s)")
-    parser.add_argument("--policies", default="lru", help="of edgemoe's pool, in commas (default %(default)s)")
+    parser.add_argument("--ram", default="auto", help="edgemoe's, one or more: auto, mapped, sizes (default %(default)s)")
+    parser.add_argument("--policies", default="lru", help="of edgemoe's pool, one or more (default %(default)s)")
     parser.add_argument("--exact", action="store_true", help="edgemoe with llama.cpp's kernels")
     parser.add_argument("--only", choices=("plain", "edgemoe"), help="one side alone: no ratios")
     parser.add_argument("--text", type=Path, default=ROOT / "models" / "README.md", help="prompt and continuation (default %(default)s)")
@@ -308,6 +329,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=types.positive, default=1, help="default %(default)s")
     parser.add_argument("--threads", type=types.positive, default=machine.default_threads(), help="default %(default)s")
     parser.add_argument("--n-ctx", type=types.positive, default=1024, help="default %(default)s")
+    parser.add_argument("--read-ahead", type=types.positive, metavar="KB", help="of the model's disk while this runs (as root): Linux has 128, and llama.cpp's faults read that much and more")
     parser.add_argument("--neighbour", metavar="LIMIT", help="also measure how another process fares beside a model under this limit")
     parser.add_argument("--json", type=Path, help="write everything to this file, after every limit")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="pictures of memory over time and of the neighbour's passes (needs matplotlib)")
@@ -333,22 +355,24 @@ def page_cache(runs: list[dict]) -> dict:
 
 def main() -> int:
     import bigger_than_ram_report as report
+    import memory_group as groups
     from edgemoe.verify import BOUND
 
     o = options_of()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that groups are removed
     o.files = [f for path in (o.model, o.package) if path for f in files_of(path)]
-    head, specs = about(o), variants(o, *tokens_for(o))
-    in_place = measure_in_place(o, specs)
-    runs, rows, beside = {}, [], {}
-    for limit in o.limits.split(","):
-        runs[limit] = measure_limit(o, limit, specs)
-        rows += rows_of(o, limit, runs[limit], in_place, specs)
-        head |= page_cache([r for by_name in runs.values() for every in by_name.values() for r in every])
-        save(o, head, rows, runs, beside)
-    if o.neighbour:
-        beside = measure_neighbour(o, specs)
-        save(o, head, rows, runs, beside)
+    with groups.read_ahead(o.model, o.read_ahead) as kb:
+        head, specs = about(o) | {"read_ahead_kb": kb}, variants(o, *tokens_for(o))
+        in_place = measure_in_place(o, specs)
+        runs, rows, beside = {}, [], {}
+        for limit in o.limits.split(","):
+            runs[limit] = measure_limit(o, limit, specs)
+            rows += rows_of(limit, runs[limit], in_place, specs)
+            head |= page_cache([r for by_name in runs.values() for every in by_name.values() for r in every])
+            save(o, head, rows, runs, beside)
+        if o.neighbour:
+            beside = measure_neighbour(o, specs)
+            save(o, head, rows, runs, beside)
     print(report.text(head, rows, beside))
     if o.plot:
         say("\n".join(report.draw_all(o.plot, head["model"], runs, beside)))

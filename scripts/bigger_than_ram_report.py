@@ -11,7 +11,7 @@ from edgemoe.machine import parse_bytes
 
 DPI = 130
 PARTS = {"anon": "anonymous", "shmem": "shared", "file": "mapped files"}
-HEAD = "| limit | variant | decode, tok/s | × llama.cpp | tokens | slowest, s | load, s | prompt, s | MB read per token | major faults per token | peak MB: anonymous, mapped, group | rms | same best token |"
+HEAD = "| limit | variant | decode, tok/s | × llama.cpp | tokens | slowest, s | load, s | prompt, s | MB read per token | major faults per token | peak MB: anonymous, mapped, group | rms | same best token | others' cores |"
 ROOF = "| limit | variant | MB read per token | disk, GB/s | disk allows, tok/s | cores allow, tok/s | decode, tok/s | reached |"
 BESIDE = "| beside the neighbour | passes | median, ms | p99, ms | max, ms | decode, tok/s |"
 
@@ -28,13 +28,13 @@ def table(head: str, lines: list[list[str]]) -> str:
 def cells(row: dict) -> list[str]:
     variant = row["variant"] if not row["failed"] else f"{row['variant']} ({row['n_done']} of {row['n_rounds']} rounds: {row['failed']})"
     if "speeds" not in row:
-        return [row["limit"], variant, *["–"] * 11]
+        return [row["limit"], variant, *["–"] * 12]
     ratio = spread(row["ratios"]) if row.get("ratios") else "–"
     rms, same = (f"{row['parity']['rms']:.2g}", f"{row['parity']['same_best_token']}/{row['parity']['of']}") if "parity" in row else ("–", "–")
     peak = ", ".join(f"{row['peak'][name] / 1e6:.0f}" for name in ("anon", "file", "group"))
     return [
         row["limit"], variant, spread(row["speeds"]), ratio, str(row["n_tokens"]), f"{row['slowest_token_s']:.2f}", f"{row['load_s']:.1f}", f"{row['prompt_s']:.1f}",
-        f"{row['read_bytes'] / 1e6:.1f}", f"{row['major_faults']:.0f}", peak, rms, same,
+        f"{row['read_bytes'] / 1e6:.1f}", f"{row['major_faults']:.0f}", peak, rms, same, f"{row['others']:.2f}",
     ]  # fmt: skip
 
 

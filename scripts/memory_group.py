@@ -165,6 +165,22 @@ def cached_bytes(file: Path) -> int:
     return int((present & 1).sum()) * mmap.PAGESIZE
 
 
+@contextmanager
+def read_ahead(file: Path, kb: int | None):
+    """Sets how far the kernel reads ahead on the file's disk, for everybody, and puts it back at the end; None leaves it. Yields what holds meanwhile, in KiB (None: unknown)."""
+    device = os.stat(file).st_dev
+    setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    before = setting.read_text() if setting.exists() else None
+    if kb is None:
+        yield before and int(before)
+        return
+    setting.write_text(str(kb))
+    try:
+        yield kb
+    finally:
+        setting.write_text(before)
+
+
 def direct_read_rate(file: Path, size: int, n_threads: int, seconds: float = 1.0) -> float:
     """Bytes per second of reads of `size` bytes (rounded up to pages) at random places of a file, past the page cache."""
     from concurrent.futures import ThreadPoolExecutor
