@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Decoding with less memory than the model has bytes: edgemoe against llama.cpp (weights mapped) under the same limit, from a cold page cache.
 
-    .venv/bin/python scripts/bench_bigger_than_ram.py --model models/demo.gguf --package models/demo.edgemoe --limits 1100M,800M,550M,none --json OUT.json --plot plots
+    .venv/bin/python scripts/bench_bigger_than_ram.py --model models/demo.gguf --package models/demo.edgemoe --limits 1100M,800M,550M,none --ram auto,mapped --plot plots
     .venv/bin/python scripts/bench_bigger_than_ram.py --model random.gguf --random-tokens --limits 3600M,2400M,1600M --neighbour 2400M
 
 Every measurement is a process in a control group of its own with the limit (sizes are powers of 1024), entered before Python starts; the model's files are dropped from the page cache
@@ -12,6 +12,9 @@ chosen. A slow side stops after --most-seconds; its speed is that of the tokens 
 Parity: logits of every tenth token against the first llama.cpp at the same limit, rms in standard deviations (bound: that of edgemoe verify; 0 with --exact), and how often both would
 have chosen the same token. Roofline: the slower of the disk (direct reads of an expert's size, after each edgemoe run) moving what an edgemoe token read, and of computing (edgemoe in
 place, no limit, second pass over the same tokens). --neighbour: how long another process takes to touch 500 MiB, in its own group, while a model decodes.
+
+Two things decide what a run is worth. Others' cores: how many were busy with something else in the window; threads that wait for each other by spinning become many times slower on a
+core that is shared. The disk's read-ahead: a page fault of llama.cpp reads that much around it, wanted or not; a file of one expert ends before.
 """
 
 import argparse
@@ -82,6 +85,7 @@ def run_model(folder: Path) -> None:
             if sum(seconds) > spec["most_seconds"]:
                 break
         result["end"] = counters(llm)
+    result["ram"] = {} if spec["plain"] else llm.ram_info()
     np.save(folder / "logits.npy", np.stack(logits))
     (folder / "result.json").write_text(json.dumps(result | {"token_s": seconds, "chosen": chosen}))
 
@@ -193,7 +197,7 @@ def variants(o, prompt: list[int], tokens: list[int]) -> dict[str, dict]:
         "plain": True, "path": str(o.model), "prompt": prompt, "tokens": tokens, "n_ctx": o.n_ctx, "threads": o.threads, "most_seconds": o.most_seconds, "n_passes": 1,
     }  # fmt: skip
     ours = {
-        ", ".join(filter(None, ("edgemoe", kind, ram, policy))): plain | {"plain": False, "path": str(path), "edgemoe": {"ram": ram_of(ram), "policy": policy, "exact": o.exact}}
+        ", ".join(filter(None, ("edgemoe", kind, ram, policy))): plain | {"plain": False, "path": str(path), "edgemoe": {"ram": ram_of(ram), "ram_policy": policy, "exact": o.exact}}
         for ram in o.ram.split(",")
         for policy in (o.policies.split(",") if ram != "mapped" else [None])
         for kind, path in (("GGUF", o.model), ("package", o.package))
@@ -294,6 +298,9 @@ def rows_of(limit: str, runs: dict[str, list[dict]], in_place: dict[str, float],
         row |= {"prompt_s": median(r["prompt_s"] for r in done), "read_bytes": median(used(r, "read_bytes") for r in done)}
         row |= {"major_faults": median(used(r, "major_faults") for r in done), "peak": {k: max(r["peak"][k] for r in done) for k in done[0]["peak"]}}
         row |= {"slowest_token_s": max(max(r["token_s"]) for r in done), "others": max(map(others, done))}
+        if done[-1]["ram"]:
+            before, after = (done[-1][side]["stats"] for side in ("begin", "end"))
+            row |= {"pool_bytes": done[-1]["ram"]["budget"], **{name: after[name] - before[name] for name in ("n_ram_hits", "n_ram_accesses", "ram_stall_us")}}
         if AGAIN in runs:
             rounds = zip(every, runs[PLAIN], runs[AGAIN])
             row["ratios"] = [speed(r) / mean((speed(a), speed(b))) for r, a, b in rounds if not any("failed" in x for x in (r, a, b))]

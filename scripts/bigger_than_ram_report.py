@@ -12,7 +12,7 @@ from edgemoe.machine import parse_bytes
 DPI = 130
 PARTS = {"anon": "anonymous", "shmem": "shared", "file": "mapped files"}
 HEAD = "| limit | variant | decode, tok/s | × llama.cpp | tokens | slowest, s | load, s | prompt, s | MB read per token | major faults per token | peak MB: anonymous, mapped, group | rms | same best token | others' cores |"
-ROOF = "| limit | variant | MB read per token | disk, GB/s | disk allows, tok/s | cores allow, tok/s | decode, tok/s | reached |"
+ROOF = "| limit | variant | pool, MB | hits | waited for experts, ms per token | MB read per token | disk, GB/s | disk allows, tok/s | cores allow, tok/s | decode, tok/s | reached |"
 BESIDE = "| beside the neighbour | passes | median, ms | p99, ms | max, ms | decode, tok/s |"
 
 
@@ -39,8 +39,10 @@ def cells(row: dict) -> list[str]:
 
 
 def roof_cells(row: dict) -> list[str]:
+    hits, n = (row.get(name, 0) for name in ("n_ram_hits", "n_ram_accesses"))
+    pool = [f"{row['pool_bytes'] / 1e6:.0f}", f"{hits} of {n} ({hits / n:.1%})", f"{row['ram_stall_us'] / row['n_tokens'] / 1e3:.1f}"] if n else ["–"] * 3
     rates = [f"{row[name]:.1f}" if row[name] else "–" for name in ("by_disk", "by_cores")]
-    return [row["limit"], row["variant"], f"{row['read_bytes'] / 1e6:.1f}", f"{row['disk_rate'] / 1e9:.2f}", *rates, spread(row["speeds"]), f"{row['reached']:.0%}"]
+    return [row["limit"], row["variant"], *pool, f"{row['read_bytes'] / 1e6:.1f}", f"{row['disk_rate'] / 1e9:.2f}", *rates, spread(row["speeds"]), f"{row['reached']:.0%}"]
 
 
 def beside_cells(name: str, found: dict) -> list[str]:
@@ -101,12 +103,16 @@ def _memory(model: str, limit: str, runs: dict[str, dict]):
 
 def _neighbour(model: str, beside: dict[str, dict]):
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
     figure, axis = plt.subplots(figsize=(7, 5))
     for name, found in beside.items():
         ms = np.sort(found.get("pass_s", [])) * 1e3
         axis.plot(ms, 1 - np.arange(len(ms)) / max(len(ms), 1), drawstyle="steps-post", label=f"{name} ({len(ms)} passes)")
     axis.set(xscale="log", yscale="log", xlabel="a pass of the neighbour took longer than, ms", ylabel="share of its passes")
+    for numbered in (axis.xaxis, axis.yaxis):
+        numbered.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    axis.xaxis.set_minor_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     axis.set_title(f"{model}: another process beside it", fontsize=11)
     axis.grid(alpha=0.3, which="both")
     axis.legend(frameon=False, fontsize=8)
