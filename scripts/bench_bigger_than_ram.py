@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Decoding with less memory than the model has bytes: edgemoe against llama.cpp (weights mapped) under the same limit, from a cold page cache.
 
-    .venv/bin/python scripts/bench_bigger_than_ram.py --model models/demo.gguf --package models/demo.edgemoe --limits 1100M,800M,550M,none --ram auto,mapped --plot plots
+    .venv/bin/python scripts/bench_bigger_than_ram.py --model models/demo.gguf --package models/demo.edgemoe \\
+        --limits 1100M,800M,550M,none --ram auto,mapped --plot plots
     .venv/bin/python scripts/bench_bigger_than_ram.py --model random.gguf --random-tokens --limits 3600M,2400M,1600M --neighbour 2400M
 
 Every measurement is a process in a control group of its own with the limit (sizes are powers of 1024), entered before Python starts; the model's files are dropped from the page cache
@@ -9,9 +10,9 @@ before it. Per limit and round: llama.cpp, the edgemoe variants, llama.cpp again
 batch, one token at a time. Outside: loading, the prompt (both are reported), copying logits. All sides are fed the same tokens: the text goes on as it does, whatever a model would have
 chosen. A slow side stops after --most-seconds; its speed is that of the tokens it decoded.
 
-Parity: logits of every tenth token against the first llama.cpp at the same limit, rms in standard deviations (bound: that of edgemoe verify; 0 with --exact), and how often both would
+Parity: logits of every tenth token against llama.cpp's run that got furthest, rms in standard deviations (bound: that of edgemoe verify; 0 with --exact), and how often both would
 have chosen the same token. Roofline: the slower of the disk (direct reads of an expert's size, after each edgemoe run) moving what an edgemoe token read, and of computing (edgemoe in
-place, no limit, second pass over the same tokens). --neighbour: how long another process takes to touch 500 MiB, in its own group, while a model decodes.
+place, no limit, second pass over the same tokens; the best of a measurement before each limit). --neighbour: how long another process takes to touch 500 MiB, in its own group, while a model decodes.
 
 Two things decide what a run is worth. Others' cores: how many were busy with something else in the window; threads that wait for each other by spinning become many times slower on a
 core that is shared. The disk's read-ahead: a page fault of llama.cpp reads that much around it, wanted or not; a file of one expert ends before.
@@ -273,20 +274,26 @@ def measure_neighbour(o, specs: dict[str, dict]) -> dict[str, dict]:
         begin = time.monotonic()
         time.sleep(NEIGHBOUR_ALONE_S)
         found = {"nothing else": {"pass_s": passes_within(begin, time.monotonic())}}
-        for name, spec in specs.items():
-            if name != AGAIN:
-                run = measure(spec, size(o.neighbour), o.files, cold=True)
-                found[name] = run if "failed" in run else {"pass_s": passes_within(run["begin"]["at"], run["end"]["at"]), "tokens_per_s": speed(run)}
-                say(f"limit {o.neighbour}, with a neighbour, {name}: {run.get('failed') or f'{speed(run):.2f} tok/s'}")
+        turns = [(name, spec, o.neighbour) for name, spec in specs.items() if name != AGAIN]
+        turns += [(f"{PLAIN}, no limit", specs[PLAIN], "none")] if PLAIN in specs else []  # what cores that are busy do to a neighbour, without any reading
+        for name, spec, limit in turns:
+            run = measure(spec, size(limit), o.files, cold=True)
+            found[name] = run if "failed" in run else {"pass_s": passes_within(run["begin"]["at"], run["end"]["at"]), "tokens_per_s": speed(run)}
+            say(f"limit {limit}, with a neighbour, {name}: {run.get('failed') or f'{speed(run):.2f} tok/s'}")
     return found
 
 
 # What came of it.
 
 
-def rows_of(limit: str, runs: dict[str, list[dict]], in_place: dict[str, float], specs: dict[str, dict]) -> list[dict]:
+def longest(runs: dict[str, dict[str, list[dict]]]) -> dict | None:
+    """llama.cpp's run with the most tokens, of all limits: what the others are compared with."""
+    done = [r for by_name in runs.values() for r in by_name.get(PLAIN, []) if "failed" not in r]
+    return max(done, key=lambda r: len(r["token_s"]), default=None)
+
+
+def rows_of(limit: str, runs: dict[str, list[dict]], reference: dict | None, in_place: dict[str, float], specs: dict[str, dict]) -> list[dict]:
     """One row per variant. Rounds in which it failed are left out; one in which llama.cpp failed has no ratio."""
-    reference = next((r for r in runs.get(PLAIN, []) if "failed" not in r), None)
     rows = []
     for name, every in runs.items():
         done = [r for r in every if "failed" not in r]
@@ -370,11 +377,12 @@ def main() -> int:
     o.files = [f for path in (o.model, o.package) if path for f in files_of(path)]
     with groups.read_ahead(o.model, o.read_ahead) as kb:
         head, specs = about(o) | {"read_ahead_kb": kb}, variants(o, *tokens_for(o))
-        in_place = measure_in_place(o, specs)
-        runs, rows, beside = {}, [], {}
+        in_place, runs, beside = {}, {}, {}
         for limit in o.limits.split(","):
+            for path, rate in measure_in_place(o, specs).items():
+                in_place[path] = max(rate, in_place.get(path, 0))  # the best is what the cores allow when nobody else has them
             runs[limit] = measure_limit(o, limit, specs)
-            rows += rows_of(limit, runs[limit], in_place, specs)
+            rows = [row for done in runs for row in rows_of(done, runs[done], longest(runs), in_place, specs)]
             head |= page_cache([r for by_name in runs.values() for every in by_name.values() for r in every])
             save(o, head, rows, runs, beside)
         if o.neighbour:

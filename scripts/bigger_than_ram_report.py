@@ -1,4 +1,7 @@
-"""What bench_bigger_than_ram.py found, as tables and as pictures (matplotlib): memory-LIMIT.png, every variant's memory over time; neighbour.png, how long the neighbour's passes took."""
+"""What bench_bigger_than_ram.py found, as tables and as pictures (matplotlib).
+
+memory-LIMIT.png: every variant's memory over time. neighbour.png: how long the neighbour's passes took.
+"""
 
 import json
 from pathlib import Path
@@ -11,7 +14,10 @@ from edgemoe.machine import parse_bytes
 
 DPI = 130
 PARTS = {"anon": "anonymous", "shmem": "shared", "file": "mapped files"}
-HEAD = "| limit | variant | decode, tok/s | × llama.cpp | tokens | slowest, s | load, s | prompt, s | MB read per token | major faults per token | peak MB: anonymous, mapped, group | rms | same best token | others' cores |"
+HEAD = (
+    "| limit | variant | decode, tok/s | × llama.cpp | tokens | slowest, s | load, s | prompt, s | MB read per token | major faults per token "
+    "| peak MB: anonymous, mapped, group | rms | same best token | others' cores |"
+)
 ROOF = "| limit | variant | pool, MB | hits | waited for experts, ms per token | MB read per token | disk, GB/s | disk allows, tok/s | cores allow, tok/s | decode, tok/s | reached |"
 BESIDE = "| beside the neighbour | passes | median, ms | p99, ms | max, ms | decode, tok/s |"
 
