@@ -127,13 +127,13 @@ class _Experts:
         self._ffi, self._lib = _native.load()
         self.source = Source(path, check_blobs=False)
 
-    def open(self, isa: str | None, ram_bytes: int, ram_policy: Policy, ram_options: dict) -> None:
+    def open(self, isa: str | None, ram_bytes: int, ram_policy: Policy, read_ahead: str, ram_options: dict) -> None:
         """ram_bytes: of expert slots in RAM; 0: all experts are mapped. Raises ModelError."""
         ram = self._ffi.NULL
         self.has_ram = ram_bytes > 0 and self.source.kind != "dense"
         if self.has_ram:
-            misses = self._ffi.new("char[]", b"load")
-            ram = self._ffi.new("struct edgemoe_cache_options *", {"seed": True, "misses": misses, "most_bytes": ram_bytes} | ram_policy.options() | ram_options)
+            words = {name: self._ffi.new("char[]", value.encode()) for name, value in {"misses": "load", "read_ahead": read_ahead}.items()}
+            ram = self._ffi.new("struct edgemoe_cache_options *", {"seed": True, "most_bytes": ram_bytes} | words | ram_policy.options() | ram_options)
             self.policies.append(ram_policy)
         self.handle = _native.opened(self._lib.edgemoe_model_open(self.source.handle, isa.encode() if isa else self._ffi.NULL, ram))
 
@@ -367,6 +367,7 @@ class Llama(llama_cpp.Llama):
     ram: bytes of expert slots in RAM; experts that are in none are read from the disk. "mapped": all experts are mapped, and share the page cache. By default ("auto")
         mapped when they fit into what this process may use. ram_plan has what came of it.
     ram_policy, ram_options: the same as policy and cache_options, of the slots in RAM.
+    read_ahead: of the slots in RAM: "on" reads what the next layer is likely to need before its router has chosen, "auto" does so while that makes steps faster, or "off".
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
     """
@@ -386,6 +387,7 @@ class Llama(llama_cpp.Llama):
         cache_options: dict | None = None,
         ram: int | str | None = None,
         ram_policy: str | None = None,
+        read_ahead: str = "auto",
         ram_options: dict | None = None,
         tap: bool | None = None,
         **kwargs,
@@ -405,7 +407,7 @@ class Llama(llama_cpp.Llama):
             self.source, "mapped" if self._experts.all_on_device else ram, n_ctx=kwargs.get("n_ctx", 512), n_ubatch=kwargs.get("n_ubatch", 512),
             on_device_bytes=self.cache_plan.beside_bytes,
         )
-        self._experts.open("none" if exact else isa, self.ram_plan.budget_bytes, read_policy(ram_policy or DEFAULT["load"]), ram_options or {})
+        self._experts.open("none" if exact else isa, self.ram_plan.budget_bytes, read_policy(ram_policy or DEFAULT["load"]), read_ahead, ram_options or {})
         # A software device computes on the cores that would load meanwhile, and prompts gain nothing by a detour through it. Mesa's (Debian 12) also damages its heap
         # when llama.cpp sends prompts through it while experts are loaded.
         self._on_software = any(d.name == self.cache_plan.device and d.is_software for d in devices())

@@ -3,8 +3,8 @@
     room for experts = usable memory - dense - KV cache - compute buffers - margin
 
 "mapped" is memory that the experts share with the page cache: best when they all fit. When they do not, the kernel throws out whatever it likes, dense weights too, and the
-machine crawls; a pool under a budget keeps what is used most and reads the rest past the page cache. A pool that does not hold what one token uses would read every expert
-of every token: then mapping is no worse. A budget that was asked for is obeyed, or refused.
+machine crawls; a pool under a budget keeps what is used most and reads the rest past the page cache. It is to hold what one token uses, if need be at the cost of the margin
+and of buffers that llama.cpp reserves and seldom fills. A budget that was asked for is obeyed, or refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edgemoe.errors import EdgemoeError
 from edgemoe.machine import human_bytes, parse_bytes
 from edgemoe.package import ExpertLayer, Source
 
-LEAST_MARGIN_BYTES = 300 << 20
+LEAST_MARGIN_BYTES = 128 << 20
 PAGE_BYTES = 4096
 
 
@@ -128,9 +128,12 @@ def plan_ram(source: Source, ram: int | str | None, *, n_ctx: int, n_ubatch: int
         return slots(min(asked, sum(layer.n_expert * slot_bytes(layer) for layer in source.layers)), f"asked for{more}")
     if facts["expert_bytes"] <= room:
         return mapped(f"they fit into the {human_bytes(room)} that are left for experts")
-    if room < token:
-        return mapped(f"room for {human_bytes(max(room, 0))}, the experts of one token take {human_bytes(token)}: a pool needs at least that, so they are read through the page cache")
-    return slots(room, "they do not all fit")
+    if room >= token:
+        return slots(room, "they do not all fit")
+    least = token + facts["dense_bytes"] + facts["kv_bytes"]
+    if usable + on_device_bytes >= least:
+        return slots(token, f"room for {human_bytes(max(room, 0))}, but the experts of one token take {human_bytes(token)}: the margin is gone")
+    return mapped(f"the experts of one token with all that is beside them take {human_bytes(least)}: a pool needs at least that, so they are read through the page cache")
 
 
 def _asked(ram: int | str | None) -> int | str:

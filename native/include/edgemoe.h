@@ -97,6 +97,7 @@ struct edgemoe_cache_options {
     bool         strict;          // a miss comes in only if it was used more often than what it replaces
     uint32_t     most_inserts;    // per event, for policies that bring misses in; 0: no limit
     bool         seed;            // prompts are a reason to come in
+    const char * read_ahead;      // in RAM only: off, on, auto: what the next layer is likely to need is read before its router has chosen; NULL: off
     uint32_t     n_staging;       // slots for all layers together, through which prompts stream experts, and misses come that are not to stay
     bool         inline_loads;    // each load is done when it is asked for: nothing depends on time, and nothing overlaps
     uint64_t     most_block_bytes;   // per tensor; 0: as the device allows

@@ -149,6 +149,13 @@ static tables tables_of(const edgemoe_cache_options & o) {
     return all;
 }
 
+static read_ahead read_ahead_named(const std::string & name) {
+    if (name != "off" && name != "on" && name != "auto") {
+        throw std::invalid_argument("read ahead: " + name + ", wanted off, on or auto");
+    }
+    return name == "on" ? read_ahead::on : name == "auto" ? read_ahead::automatic : read_ahead::off;
+}
+
 // `learned` has to live until the tier has made its own copy.
 static tier_options tier_options_of(const edgemoe_cache_options & o, const tables & learned) {
     tier_options options;
@@ -162,6 +169,7 @@ static tier_options tier_options_of(const edgemoe_cache_options & o, const table
     options.seed              = o.seed;
     options.n_staging         = (int32_t) o.n_staging;
     options.inline_loads      = o.inline_loads;
+    options.ahead             = read_ahead_named(o.read_ahead ? o.read_ahead : "off");
     return options;
 }
 
@@ -331,7 +339,7 @@ edgemoe_model * edgemoe_model_open(edgemoe_source * source, const char * level, 
         auto opened = std::make_unique<edgemoe_model>();
         if (ram) {
             const tables learned = tables_of(*ram);
-            const ram_options options = { tier_options_of(*ram, learned), ram->most_bytes, ram->fail_every, (size_t) ram->most_read };
+            const ram_options options = { tier_options_of(*ram, learned), ram->most_bytes, ram->fail_every, (size_t) ram->most_read, best_isa() };
             opened->m = std::make_unique<model>(std::move(source->owned), used, &options);
         } else {
             opened->m = std::make_unique<model>(std::move(source->owned), used, nullptr);

@@ -161,14 +161,34 @@ void model::loaded() {
     for (const file & f : src->files) {
         dense.add(f.path);
     }
-    // libllama has mapped a GGUF with all its experts, and asked for its pages.
+    if (ram && src->kind == source_kind::stacked) {
+        forget_experts();
+    }
+}
+
+// libllama has mapped a GGUF with all its experts, and asked for all of its pages. Only what lies between the experts is to take memory.
+void model::forget_experts() {
+    struct range { uint64_t first, end; };
+    std::vector<std::vector<range>> experts(src->files.size());
     for (const expert_layer & layer : src->layers) {
         for (const projection & p : layer.projections) {
-            if (ram && src->kind == source_kind::stacked) {
-                dense.forget(src->files[p.shard], p.offset, layer.n_expert * p.bytes);
-            }
+            experts[p.shard].push_back({ p.offset, p.offset + layer.n_expert * p.bytes });
         }
     }
+    for (size_t i = 0; i < experts.size(); i++) {
+        const file & f = src->files[i];
+        std::sort(experts[i].begin(), experts[i].end(), [](const range & a, const range & b) { return a.first < b.first; });
+        for (const range & r : experts[i]) {
+            dense.forget(f, r.first, r.end - r.first);
+        }
+        uint64_t at = 0;
+        for (const range & r : experts[i]) {
+            f.want(at, r.first - at);
+            at = r.end;
+        }
+        f.want(at, f.bytes - at);
+    }
+    dense.expect_no_neighbours();
 }
 
 void model::open_cache(const cache_options & options) {

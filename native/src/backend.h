@@ -41,6 +41,8 @@ struct model {
     std::unique_ptr<ghost_file> ghost;      // package only
 
 private:
+    void forget_experts();
+
     struct ggml_side;
     std::unique_ptr<ggml_side> ggml;
     foreign_mappings           dense;

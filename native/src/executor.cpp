@@ -382,6 +382,14 @@ ggml_status executor::compute_with_device(const expert_block & b, const owned & 
     return status;
 }
 
+// Once what this layer misses has been asked for, what the next one is likely to need.
+void executor::look_ahead(ram_cache & ram, const std::vector<ggml_tensor *> & nodes, const ggml_tensor & product) {
+    const ggml_tensor * x = product.src[1], * ids = product.src[2];
+    if (x->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) && x->ne[1] == 1 && !is_made_by(nodes, x)) {
+        ram.look_ahead(visit->v.layer, (const float *) x->data, x->nb[2], x->ne[0], x->ne[2], ids->ne[0]);
+    }
+}
+
 ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     const auto start = std::chrono::steady_clock::now();
 
@@ -393,6 +401,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     const ggml_tensor * checked_ids = nullptr;
     bool has_experts = false, has_kernels = false, one_event = true;   // all expert products here are of one layer and its ids
     owned first = {};
+    const ggml_tensor * first_product = nullptr;
     ggml_status status = GGML_STATUS_SUCCESS;
     for (int i = 0; i < ggml_graph_n_nodes(graph) && status == GGML_STATUS_SUCCESS; i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
@@ -408,6 +417,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
             status = GGML_STATUS_FAILED;
         } else if (node->op == GGML_OP_MUL_MAT_ID) {
             one_event   = one_event && (!first.weight || (first.weight->layer == w.weight->layer && checked_ids == node->src[2]));
+            first_product = first.weight ? first_product : node;
             first       = first.weight ? first : w;
             has_experts = true;
             const bool begins = begins_event(w);
@@ -424,6 +434,7 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
         if (has_experts && of.ram && !of.cache && one_event) {
             visit = std::make_unique<ram_visit>(*of.ram, event_of(first.weight->layer, checked_ids, first.weight->tensor->ne[2]));
             how = tier::all_there(visit->v) ? in::fused : how;   // as if they were mapped
+            look_ahead(*of.ram, nodes, *first_product);
         }
         std::unique_ptr<graph_plan> plan(has_kernels || how != in::fused ? new graph_plan(nodes, weights_of, how, memory, n_threads) : nullptr);
         if (how == in::all_in_blocks && plan->leaves_experts) {

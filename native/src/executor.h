@@ -39,6 +39,7 @@ private:
     ggml_status compute_with_device(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs);
     ggml_status compute_here(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs, bool one_input);
     ggml_status compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input, float * rows);
+    void        look_ahead(ram_cache & ram, const std::vector<ggml_tensor *> & nodes, const ggml_tensor & product);
     void        prepare_runner(device_cache & cache);
 
     struct ram_visit;

@@ -80,6 +80,14 @@ void file::read(void * dst, size_t n, uint64_t offset) const {
     }
 }
 
+void file::want(uint64_t offset, uint64_t n) const {
+#if defined(POSIX_FADV_WILLNEED)
+    posix_fadvise(fd, (off_t) offset, (off_t) n, POSIX_FADV_WILLNEED);
+#else
+    (void) offset, (void) n;
+#endif
+}
+
 file_identity file::identity() const { return identity_of(fd, path); }
 
 // --- direct reads ---
@@ -384,6 +392,12 @@ void foreign_mappings::add(const std::string & path) {
 #else
     (void) path;
 #endif
+}
+
+void foreign_mappings::expect_no_neighbours() const {
+    for (int i = 0; i < n; i++) {
+        madvise(mappings[i].begin, mappings[i].bytes, MADV_RANDOM);
+    }
 }
 
 bool foreign_mappings::lost() const {

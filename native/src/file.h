@@ -33,6 +33,8 @@ struct file {
 
     // Reads exactly `bytes` from `offset`; a shorter file is an error that says so.
     void read(void * dst, size_t bytes, uint64_t offset) const;
+    // These bytes are needed soon: asks for them in the page cache.
+    void want(uint64_t offset, uint64_t bytes) const;
     file_identity identity() const;
 
     std::string path;
@@ -128,6 +130,8 @@ struct foreign_mappings {
     bool lost() const;
     // Takes these bytes of the file out of its mappings, and out of the page cache if nobody else has them mapped. They can still be read there, from the disk.
     void forget(const file & f, uint64_t offset, uint64_t bytes) const;
+    // What is read from the mappings comes page by page: no neighbours are read with it, which may be what was to be forgotten.
+    void expect_no_neighbours() const;
 
 private:
     static constexpr int MAX = 64;

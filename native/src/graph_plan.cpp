@@ -23,6 +23,15 @@ static matrix matrix_of(const owned_tensor & w) {
     return { w.k, (const char *) t->data, t->nb[1], t->nb[2], t->ne[0], t->ne[1] };
 }
 
+bool is_made_by(const std::vector<ggml_tensor *> & nodes, const ggml_tensor * t) {
+    for (const ggml_tensor * node : nodes) {
+        if (!is_noop(node) && (node == t || node == t->view_src)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 bool have_kernels(const expert_block & b) {
     for (const expert_block::product & p : b.products) {
         if (!p.weight->k || p.weight->k->activation != b.products[0].weight->k->activation) {
@@ -57,15 +66,7 @@ struct planner {
         return w.weight && w.weight->k ? w.weight : nullptr;
     }
 
-    // Inputs that are made by this very graph are not there yet.
-    bool is_made_here(const ggml_tensor * t) const {
-        for (const ggml_tensor * node : nodes) {
-            if (!is_noop(node) && (node == t || node == t->view_src)) {
-                return true;
-            }
-        }
-        return false;
-    }
+    bool is_made_here(const ggml_tensor * t) const { return is_made_by(nodes, t); }
 
     void add_step(std::unique_ptr<step> s) {
         plan.items.push_back({ nullptr, s.get(), nullptr });

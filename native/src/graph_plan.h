@@ -40,6 +40,9 @@ private:
     std::vector<std::unique_ptr<expert_block>>   blocks;
 };
 
+// True when these nodes make `t`, so that it is not there before they are computed.
+bool is_made_by(const std::vector<ggml_tensor *> & nodes, const ggml_tensor * t);
+
 // True when our kernels compute all products of the block.
 bool have_kernels(const expert_block & b);
 

@@ -46,6 +46,28 @@ void loader::promote(size_t layer, int32_t expert) {
     }
 }
 
+size_t loader::n_prefetches_waiting() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return prefetches.size();
+}
+
+std::vector<transfer> loader::drop_prefetches(size_t layer, const std::vector<int32_t> & but) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<transfer> dropped;
+    for (auto it = prefetches.begin(); it != prefetches.end();) {
+        if (it->t.layer == layer && std::find(but.begin(), but.end(), it->t.expert) == but.end()) {
+            dropped.push_back(it->t);
+            it = prefetches.erase(it);
+        } else {
+            ++it;
+        }
+    }
+    if (n_busy == 0 && demands.empty() && prefetches.empty()) {
+        idle.notify_all();
+    }
+    return dropped;
+}
+
 void loader::wait_idle() {
     std::unique_lock<std::mutex> lock(mutex);
     idle.wait(lock, [&] { return n_busy == 0 && demands.empty() && prefetches.empty(); });

@@ -31,6 +31,9 @@ struct loader {
     void request(const transfer & t, size_t bytes, bool demand);
     // A prefetch that is still waiting becomes a demand.
     void promote(size_t layer, int32_t expert);
+    size_t n_prefetches_waiting();
+    // Prefetches for a layer that have not begun and are not among these experts are dropped, and returned.
+    std::vector<transfer> drop_prefetches(size_t layer, const std::vector<int32_t> & but);
     void wait_idle();
     void stop();   // ends what has begun, drops the rest, takes no more; nobody may wait for what is dropped
 

@@ -20,7 +20,7 @@ static std::vector<tier_layer> layers_of(const source & s) {
 }
 
 ram_cache::ram_cache(const source & s, store & from, expert_memory & memory, const ram_options & o)
-    : from(from), memory(memory), fail_every(o.fail_every), most_read(o.most_read), experts(layers_of(s), tier_options_of(s, o), this) {
+    : from(from), memory(memory), fail_every(o.fail_every), most_read(o.most_read), routers(s, from, o.level), experts(layers_of(s), tier_options_of(s, o), this) {
     for (const expert_layer & l : s.layers) {
         n_projections.push_back(l.projections.size());
     }
@@ -94,6 +94,15 @@ void ram_cache::read(size_t layer, int32_t expert, char * const * dst) {
     std::lock_guard<std::mutex> lock(mutex);
     done.n_reads++;
     done.bytes_read += experts.bytes_per_expert(layer);
+}
+
+void ram_cache::look_ahead(size_t layer, const float * x, size_t stride, int64_t n_in, int64_t n_tokens, int64_t n_used) {
+    if (n_tokens <= tier::MOST_DECODED && experts.looks_ahead()) {
+        const std::vector<int32_t> guessed = routers.guess(layer, x, stride, n_in, n_tokens, n_used);
+        if (!guessed.empty()) {
+            experts.expect(layer + 1, guessed);
+        }
+    }
 }
 
 bool ram_cache::adopt(const transfer & t) { return memory.adopt(t.slot, t.layer, t.expert); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "expert_memory.h"
+#include "router_ahead.h"
 #include "store.h"
 #include "tier.h"
 
@@ -18,6 +19,7 @@ struct ram_options {
     uint64_t     bytes = 0;         // of all slots
     uint32_t     fail_every = 0;    // for tests: every so manieth read fails
     size_t       most_read = 0;     // for tests: bytes per call of the system
+    isa          level = isa::none; // of the kernels that guess ahead
 };
 
 struct ram_cache : carrier {
@@ -30,6 +32,9 @@ struct ram_cache : carrier {
     std::string error() const;
     int64_t     budget() const { return slots_budget; }
     int64_t     staging() const { return n_stage * largest; }   // bytes, like the budget
+
+    // A layer's event begins, with this input [n_in, n_tokens]: what the next layer is likely to need is read, if that pays.
+    void look_ahead(size_t layer, const float * x, size_t stride, int64_t n_in, int64_t n_tokens, int64_t n_used);
 
     // The bytes of an expert in RAM, kept there until give_back; false when it is not there.
     bool borrow(size_t layer, int32_t expert) { return experts.hold(layer, expert); }
@@ -51,6 +56,7 @@ private:
     int64_t         largest = 0;        // slot
     int32_t         n_stage = 0;
     std::vector<size_t> n_projections;
+    const router_ahead  routers;
     std::atomic<uint32_t> n_tried{0};
 
     mutable std::mutex mutex;   // of what follows

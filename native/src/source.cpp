@@ -64,6 +64,27 @@ static void collect_dense(source & s, const std::vector<gguf_header> & headers) 
     }
 }
 
+static void collect_routers(source & s, const std::vector<gguf_header> & headers) {
+    for (expert_layer & layer : s.layers) {
+        const std::string prefix = "blk." + std::to_string(layer.index) + ".";
+        for (uint32_t shard = 0; shard < headers.size(); shard++) {
+            const auto find = [&](const char * name, int64_t n_out_dimension, router::tensor & found) -> const gguf_tensor * {
+                const gguf_tensor * t = headers[shard].find(prefix + name);
+                if (t && t->ne[n_out_dimension] == layer.n_expert) {
+                    found = { t->type, t->offset, t->bytes, shard };
+                    return t;
+                }
+                return nullptr;
+            };
+            if (const gguf_tensor * t = find("ffn_gate_inp.weight", 1, layer.chosen_by.weight)) {
+                layer.chosen_by.n_in = t->ne[0];
+            }
+            find("ffn_gate_inp.bias", 0, layer.chosen_by.bias);
+            find("exp_probs_b.bias", 0, layer.chosen_by.selection_bias);
+        }
+    }
+}
+
 std::string dense_pattern(const source & s) {
     std::set<std::string> kinds;
     for (const dense_weight & d : s.dense) {
@@ -209,6 +230,7 @@ static void open_stacked(source & s) {
     s.kind        = s.layers.empty() ? source_kind::dense : source_kind::stacked;
     s.dense_bytes = all_bytes - expert_bytes;
     collect_dense(s, headers);
+    collect_routers(s, headers);
 }
 
 // --- package ---
@@ -368,6 +390,7 @@ static void open_package(source & s) {
         s.layers[i].blob_bytes = blob_bytes[i];
         read_layout(s, s.layers[i]);
     }
+    collect_routers(s, headers);
 }
 
 std::unique_ptr<source> source::open(const std::string & path) {

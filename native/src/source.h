@@ -23,6 +23,13 @@ struct projection {
     uint32_t    shard = 0;    // stacked: index into files
 };
 
+// What chooses the experts of a layer: z = W x + bias, by the size of z, or of sigmoid(z) + selection_bias. Tensors that are not there have no bytes.
+struct router {
+    struct tensor { ggml_type type; uint64_t offset, bytes = 0; uint32_t shard; };
+    int64_t n_in = 0;
+    tensor  weight, bias, selection_bias;
+};
+
 // gate, up and down; or a fused one, and down.
 constexpr size_t MOST_PROJECTIONS = 4;
 
@@ -30,6 +37,7 @@ struct expert_layer {
     uint32_t                index;       // blk.<index>
     uint32_t                n_expert;
     std::vector<projection> projections;
+    router                  chosen_by;
     uint64_t                blob_bytes = 0;   // package only, as is the header
     std::string             blob_header;      // that of expert 0; the others have the same, but for the number of the expert
 

@@ -24,6 +24,8 @@ struct store {
     expert_view view(size_t layer, size_t projection) const { return views[layer][projection]; }
     // Of source::dense[i]; the stride is its size.
     expert_view dense_view(size_t i) const { return dense_views[i]; }
+    // Of a tensor of a router.
+    const char * at(const router::tensor & t) const { return mapped.base() + file_at[t.shard] + t.offset; }
     // True once a mapped file has lost bytes; what was computed since is worthless.
     bool lost() const { return mapped.lost(); }
 

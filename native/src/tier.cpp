@@ -42,7 +42,9 @@ static policy_source with(const tables & learned, policy_source from) {
 tier::tier(std::vector<tier_layer> infos, const tier_options & options, carrier * who)
     : options(options), carries(who), learned(options.from.learned ? *options.from.learned : tables()), space(n_experts(infos), options.shared),
       in(new_residency()), by(make_policy(options.policy, space, in, with(learned, options.from))), unused((size_t) space.n_all(), 0), choice(options.misses),
-      prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 3, 0, 0 }), stage((size_t) options.n_staging) {
+      prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 3, 0, 0 }),
+      ahead_choice(options.ahead == read_ahead::automatic ? "auto" : options.ahead == read_ahead::on ? "load" : "cpu", { miss_mode::cpu, miss_mode::load }, { 16, 4, 48 }),
+      stage((size_t) options.n_staging) {
     if (this->options.rule.by == admission::rule::anyone) {
         this->options.rule.by = by->admits();
     }
@@ -323,6 +325,66 @@ void tier::begin_sequence(const future * known) {
     last_begun = SIZE_MAX;
 }
 
+// `v` has its layer, phase and event.
+void tier::begin_pass(const visit & v) {
+    const bool known = announced.n_tokens == v.e.n_tokens;   // else it was said of another batch
+    by->begin_pass({ known ? announced.token_ids : nullptr, v.e.n_tokens, announced.stage }, wishes);
+    grant(v.when);
+    const auto now = clock::now();
+    if (options.ahead != read_ahead::off && pass_decodes) {
+        ahead_choice.step(std::chrono::duration<double>(now - pass_began).count(), pass_accesses);
+    }
+    ahead_left    = pass_accesses / 2;
+    pass_began    = now;
+    pass_accesses = 0;
+    pass_decodes  = v.when == phase::decode;
+}
+
+bool tier::looks_ahead() const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return options.ahead != read_ahead::off && pass_decodes && ahead_choice.mode() == miss_mode::load;
+}
+
+// Few at a time: a guess that waits is overtaken by what it guessed at.
+void tier::expect(size_t layer, const std::vector<int32_t> & experts) {
+    static constexpr size_t MOST_WAITING = 3;
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<int32_t> keys;
+    for (const int32_t expert : experts) {
+        keys.push_back(key_of(layer, expert));
+    }
+    size_t n_waiting = moving ? moving->n_prefetches_waiting() : MOST_WAITING;
+    in.protect(keys);
+    for (size_t i = 0; i < keys.size() && n_waiting < MOST_WAITING && ahead_left > 0; i++) {
+        residency::insertion at;
+        if (!in.present(keys[i]) && in.insert(layer, keys[i], by->by, at)) {
+            request(layer, at, phase::decode, false);
+            n_waiting++;
+            ahead_left--;
+        }
+    }
+    in.protect({});
+    account_for_gone(layers[layer].counts[(size_t) phase::decode]);
+}
+
+// Guesses at this layer that have not begun and were wrong.
+void tier::drop_guesses(const visit & v) {
+    if (options.ahead == read_ahead::off || !moving) {
+        return;
+    }
+    std::vector<int32_t> used;
+    for (const int32_t key : v.e.experts) {
+        used.push_back(expert_of(v.layer, key));
+    }
+    access_counts & c = layers[v.layer].counts[(size_t) phase::decode];
+    for (const transfer & t : moving->drop_prefetches(v.layer, used)) {
+        in.finish(t.layer, t.slot, false);
+        unused[(size_t) key_of(t.layer, t.expert)] = 0;
+        c.n_proactive--;
+        c.bytes_loaded -= layers[t.layer].info.bytes_per_expert;
+    }
+}
+
 tier::visit tier::begin(event e) {
     std::lock_guard<std::mutex> lock(mutex);
     visit v = {};
@@ -333,12 +395,12 @@ tier::visit tier::begin(event e) {
         expert = key_of(v.layer, expert);
     }
     if (last_begun == SIZE_MAX || v.layer <= last_begun) {
-        const bool known = announced.n_tokens == v.e.n_tokens;   // else it was said of another batch
-        by->begin_pass({ known ? announced.token_ids : nullptr, v.e.n_tokens, announced.stage }, wishes);
-        grant(v.when);
+        begin_pass(v);
     }
     last_begun = v.layer;
+    drop_guesses(v);
     const size_t n = v.e.experts.size();
+    pass_accesses += (int64_t) n;
     if (by->needs_probs() && !v.e.probs) {
         v.probs  = std::move(layers[v.layer].probs);
         v.hidden = std::move(layers[v.layer].hidden);

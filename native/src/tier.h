@@ -11,6 +11,7 @@
 #include "residency.h"
 
 #include <array>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,6 +41,9 @@ struct carrier {
     virtual void left(size_t layer, int32_t expert) { (void) layer, (void) expert; }
 };
 
+// Whether experts are brought in that the next layer is likely to need: never, always, or when steps are faster with it.
+enum class read_ahead { off, on, automatic };
+
 struct tier_options {
     int32_t       n_slots = 0;           // per layer
     bool          shared  = false;       // of all layers together; a device's slots belong to their layer
@@ -47,6 +51,7 @@ struct tier_options {
     int64_t       budget  = 0;           // 0: n_slots
     bool          must_load = false;     // nothing can be computed where it lies: every miss is loaded, of a prompt too
     lanes         ways;
+    read_ahead    ahead = read_ahead::off;
     std::string   policy  = "placement";
     policy_source from;                  // what the policy has learned; the tier keeps a copy
     std::string   misses  = "auto";      // cpu, load, auto
@@ -103,6 +108,10 @@ struct tier {
     static bool all_there(const visit & v);
     // The i-th expert of the event has been computed.
     void  release(visit & v, size_t i);
+    // Whether guesses are welcome now.
+    bool  looks_ahead() const;
+    // The experts that the next event of a layer is likely to need, the likeliest first. It costs nothing that is known to be needed its place.
+    void  expect(size_t layer, const std::vector<int32_t> & experts);
     // What it took: seconds, bytes and routed pairs of the experts computed on the CPU; seconds on the device of those that were awaited; seconds and pairs of it all.
     struct cost { double cpu_seconds, cpu_bytes; int64_t n_cpu_pairs; double late_seconds, seconds; int64_t n_pairs; };
     void  end(visit & v, const cost & c);
@@ -159,6 +168,8 @@ private:
     int32_t staged_at(int32_t expert) const;
     void bring_in(visit & v);
     void grant(phase when);
+    void begin_pass(const visit & v);
+    void drop_guesses(const visit & v);
     bool is_staging(size_t layer, int32_t slot) const { return slot >= in.n_slots(layer); }
     void request(size_t layer, const residency::insertion & i, phase when, bool demand, bool counts = true);
     void finished(const transfer & t, bool loaded);
@@ -182,6 +193,10 @@ private:
     miss_choice              choice;
     miss_choice              prompt_choice;      // between hits on the device and all on the CPU; its steps are events
     stream_choice            prompts;
+    miss_choice              ahead_choice;       // load: look ahead; cpu: do not
+    std::chrono::steady_clock::time_point pass_began;
+    int64_t                  pass_accesses = 0, ahead_left = 0;   // of the step that is running; how many it may still bring in ahead
+    bool                     pass_decodes = false;
     std::vector<staging_slot> stage;
     bool                     stage_taken = false;   // by the one event that may use them
     size_t                   last_begun = SIZE_MAX, last_layer = 0;   // of the step that is running
