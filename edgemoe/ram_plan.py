@@ -147,12 +147,6 @@ def _asked(ram: int | str | None) -> int | str:
 
 
 def _slots_within(budget: int, layers: list[ExpertLayer]) -> int:
-    """Layers whose experts have one size share slots of that size; such a class gets its share of the budget by its bytes."""
-    classes: dict[int, list[ExpertLayer]] = {}
-    for layer in layers:
-        classes.setdefault(layer.bytes_per_expert, []).append(layer)
-    takes = {size: sum(layer.n_expert * slot_bytes(layer) for layer in each) for size, each in classes.items()}
-    whole, n = sum(takes.values()), 0
-    for size, each in classes.items():
-        n += min(budget * takes[size] // whole // max(slot_bytes(layer) for layer in each), sum(layer.n_expert for layer in each))
-    return n
+    """One pool for all layers, which counts bytes: about as many experts of each as there are of them."""
+    n = sum(layer.n_expert for layer in layers)
+    return min(budget * n // sum(layer.n_expert * slot_bytes(layer) for layer in layers), n)

@@ -94,6 +94,21 @@ def test_no_policy_that_knows_the_future(models):
         open_model(gguf, ram=least_ram(gguf), ram_policy="belady")
 
 
+@pytest.mark.parametrize("family", ["qwen3moe", "gpt-oss", "deepseek2", "ernie4_5-moe"])
+def test_reading_ahead_changes_counts_and_no_bits(family, models, packages, expected):
+    gguf = models(family, "Q8_0", n_layer=4)
+    for path in (gguf, packages(gguf)):
+        llm = open_model(path, ram=least_ram(gguf), read_ahead="on")
+        stats = check(llm, expected(gguf))
+        assert stats["n_ram_proactive"] > 0
+        llm.close()
+
+
+def test_read_ahead_is_a_word(models):
+    with pytest.raises(EdgemoeError, match="read ahead: maybe, wanted off, on or auto"):
+        open_model(models("qwen3moe", "Q4_K"), ram=1 << 30, read_ahead="maybe")
+
+
 def test_small_pieces_and_short_reads(models, packages, expected):
     gguf = models("qwen3moe", "F32", n_ff_exp=512)
     for path in (gguf, packages(gguf)):
@@ -132,7 +147,7 @@ def test_an_empty_pool_keeps_what_a_prompt_reads(models):
 def test_the_engine_counts_what_a_simulation_counts(small_demo, tmp_path):
     ram = 60_000_000
     for policy in ("lru", "lrfu:lambda=0.1", "lfu"):
-        llm = em.Llama(str(small_demo), n_ctx=256, verbose=False, ram=ram, ram_policy=policy)
+        llm = em.Llama(str(small_demo), n_ctx=256, verbose=False, ram=ram, ram_policy=policy, read_ahead="off")   # a guess depends on time
         with em.Recorder(llm, tmp_path / "t.npz", full_probs=True) as recorder:
             for prompt in ("The three primary colours are red, yellow and", "Water boils at a hundred degrees because", "1, 2, 3, 4,"):
                 with recorder.sequence():
@@ -213,8 +228,10 @@ def test_beneath_slots_on_a_device(misses, models, expected):
     for _ in range(2):
         np.testing.assert_array_equal(logits(llm), expected(gguf, exact=True))
     stats, ram = llm.expert_stats(), [layer[phase] for layer in llm.ram_stats_by_layer() for phase in ("decode", "prompt")]
-    assert stats["n_decode_hits"] > 0 and sum(c["n_hits"] for c in ram) > 0 and stats["n_ram_evicted"] > 0
-    if misses == "load":
+    assert stats["n_decode_hits"] > 0
+    if misses == "cpu":
+        assert sum(c["n_hits"] for c in ram) > 0 and sum(c["n_demand"] for c in ram) > 0
+    else:
         assert llm.ram_info()["n_reads"] > sum(c["n_demand"] for c in ram)   # some went to the device without a slot in RAM
     llm.close()
 

@@ -191,11 +191,11 @@ void tier::empty(staging_slot & s) {
     s = {};
 }
 
-// By the event that has taken the stage. Meanwhile no other event brings the expert into a slot: where slots are pages that move to the place of an expert, there is
+// By the event that has taken the stage. In RAM no other event brings the expert into a slot meanwhile: slots there are pages that move to the place of an expert, there is
 // one place, and it has one slot.
 void tier::use(staging_slot & s) {
     s.in_use = true;
-    in.exclude(s.expert, true);
+    in.exclude(s.expert, options.must_load);
 }
 
 void tier::release_stage(visit & v) {
