@@ -66,6 +66,8 @@ def open_model(options, **further) -> tuple[Llama, Estimate | None]:
         verbose=options.verbose,
         **({"seed": options.seed} if options.seed is not None else {}),
         ram=in_ram.budget_bytes or "mapped",
+        ram_policy=options.ram_policy,
+        read_ahead=options.read_ahead,
         **further,
     )
     note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0, llm.ram_plan))
@@ -156,7 +158,7 @@ def _answer(session: Session, text: str, options) -> None:
 def _show(session: Session, pieces, options) -> Reply:
     """Prints an answer as it comes, then why it stopped and what it cost."""
     try:
-        with live.watched(session.llm, options.stats_live) as update:
+        with live.prompt_bar(session.llm), live.watched(session.llm, options.stats_live) as update:
             _print_pieces(pieces, options.json, update)
     except KeyboardInterrupt:
         # It came while we were printing: the answer learns of it where it waits, and closes its books.

@@ -120,7 +120,13 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--gpu-layers", type=int, metavar="N", help="layers whose dense part goes to the GPU (default: all when there is a GPU; -1 all, 0 none)")
     sub.add_argument("--chat-format", metavar="NAME", help="chat format for a model without a template, as in llama-cpp-python: chatml, llama-3, ...")
     sub.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
-    _add_ram_options(sub.add_argument_group("experts in RAM"))
+    in_ram = sub.add_argument_group("experts in RAM")
+    _add_ram_options(in_ram)
+    in_ram.add_argument("--ram-policy", metavar="NAME[:key=value,...]", help="which experts stay in RAM when they do not all fit: as --policy (default: lrfu:lambda=0.1)")
+    in_ram.add_argument(
+        "--read-ahead", choices=("auto", "on", "off"), default="auto",
+        help="read what the next layer is likely to need before its router has chosen; auto (default): while that makes steps faster",
+    )
     cache = sub.add_argument_group("experts on the GPU")
     _add_slot_options(cache)
     cache.add_argument(

@@ -442,6 +442,7 @@ class Llama(llama_cpp.Llama):
         self._has_cache = n_slots > 0
 
     _has_cache = False
+    on_progress = None  # called with (tokens done, tokens in all) before eval and after each of its batches
 
     def reset(self) -> None:
         self._experts.begin_sequence()
@@ -450,7 +451,13 @@ class Llama(llama_cpp.Llama):
     def eval(self, tokens) -> None:
         if self._ctx.listener:
             self._ctx.listener.evaluates(len(tokens))
-        super().eval(tokens)
+        if not self.on_progress:
+            super().eval(tokens)
+            return
+        self.on_progress(0, len(tokens))
+        for first in range(0, len(tokens), self.n_batch):  # the batches in which it computes them anyway
+            super().eval(tokens[first : first + self.n_batch])
+            self.on_progress(min(first + self.n_batch, len(tokens)), len(tokens))
 
     @property
     def source(self) -> Source:

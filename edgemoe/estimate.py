@@ -1,8 +1,9 @@
 """How fast a model will be whose experts are partly on the disk: expected before it is loaded.
 
-    time per token = dense / memory rate + the longer of (missing experts / disk rate, experts / memory rate)
+    time per token = (dense + experts) / memory rate + missing experts / disk rate
 
-Experts are read while others are computed; dense layers come before their router has chosen, and nothing is read meanwhile. Prompts and a GPU are left out.
+A layer's missing experts are asked for when its router has chosen, and little is left to be computed meanwhile: on two cores the sum is what was measured, not the longer
+of the two. Prompts and a GPU are left out.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def estimate(plan: RamPlan, rates: Rates) -> Estimate:
         miss_bytes=(1 - hit) * plan.token_bytes,
         disk_s=disk_s(hit),
         compute_s=expert_s + dense_s,
-        tokens_per_s=1 / (dense_s + max(disk_s(hit), expert_s)),
-        random_tokens_per_s=1 / (dense_s + max(disk_s(plan.share), expert_s)),
+        tokens_per_s=1 / (dense_s + expert_s + disk_s(hit)),
+        random_tokens_per_s=1 / (dense_s + expert_s + disk_s(plan.share)),
         bound="disk-bound" if disk_s(hit) > expert_s + dense_s else "memory-bound",
         rates=rates,
     )

@@ -1,4 +1,4 @@
-"""A line of statistics below an answer that is coming.
+"""What is shown while one waits: a bar while a long prompt is read, and a line of statistics below an answer that is coming.
 
 The last row of the terminal is taken out of what scrolls, as apt does for its progress: the answer goes on above it, wherever its cursor is, and neither overwrites the other.
 It is drawn after a piece of the answer, by the thread that printed this, at most MOST_PER_SECOND times a second.
@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tqdm import tqdm
+
 from edgemoe.tiers import status
 
 MOST_PER_SECOND = 5
@@ -21,6 +23,33 @@ FEWEST_ROWS, FEWEST_COLUMNS = 4, 20
 
 SAVE, RESTORE = "\0337", "\0338"  # the cursor, and whether the next character wraps
 UP, ERASE_RIGHT, SCROLL_ALL = "\033[A", "\033[K", "\033[r"
+
+
+@contextmanager
+def prompt_bar(llm) -> Iterator[None]:
+    """For prompts of more than one batch, where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    bar = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        if total <= llm.n_batch:
+            return
+        bar = bar or tqdm(total=total, desc="reading the prompt", unit=" tokens", leave=False, file=sys.stderr)
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+            bar = None
+
+    llm.on_progress = progress
+    try:
+        yield
+    finally:
+        llm.on_progress = None
+        if bar:
+            bar.close()
 
 
 class StatusLine:

@@ -47,7 +47,7 @@ class Reply:
         parts = [f"prompt {self.n_prompt} tokens, {self.prompt_rate:.1f} tok/s", f"answer {self.n_answer} tokens, {self.answer_rate:.1f} tok/s"]
         e = self.experts
         if e.get("n_accesses"):
-            parts.append(f"experts {e['n_accesses']} accesses, {e['n_computed_on_cpu']} computed on the CPU in place, {e['bytes_accessed'] / 1e6:.0f} MB read")
+            parts.append(f"experts {e['n_accesses']} accesses, {e['n_computed_on_cpu']} computed on the CPU, {e['bytes_accessed'] / 1e6:.0f} MB of weights")
         asked = e.get("n_decode_accesses", 0)
         if asked:
             parts.append(

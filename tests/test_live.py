@@ -129,8 +129,17 @@ def test_run_on_a_terminal(models, tmp_path):
     assert re.sub("\0337.*?\0338", "", seen.removeprefix("\r\n").replace("\033[A", "", 1)) == wanted
 
 
+def test_a_long_prompt_has_a_bar(models, tmp_path):
+    """Only where it takes several batches; it goes away."""
+    terminal = Terminal("run", models("qwen3moe", "Q4_K"), "--raw", "-p", "word " * 700, "-n", "1", term="xterm", size=(100, 30), cwd=tmp_path)
+    shown = terminal.wait_for(r"prompt \d+ tokens")
+    n_tokens = int(re.search(r"prompt (\d+) tokens", shown)[1])
+    assert f"| 0/{n_tokens} [" in shown and re.search(r"\r {60,}\r", shown)
+    terminal.close()
+
+
 def test_ctrl_c_leaves_a_clean_terminal(models, tmp_path):
-    t = Terminal("chat", models("qwen3moe", "F32", n_ff_exp=512, n_layer=4), "--ctx", "8192", "--stats-live", "--seed", "1", term="xterm", size=(100, 20), cwd=tmp_path)
+    t = Terminal("chat", models("qwen3moe", "F32", n_ff_exp=512, n_layer=4), "--ctx", "8192", "--stats-live", "--seed", "9", term="xterm", size=(100, 20), cwd=tmp_path)
     t.wait_for("> ")
     t.type("Hello\n")
     t.wait_for("tok/s")  # the line is there: the answer has begun
