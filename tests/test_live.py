@@ -138,10 +138,10 @@ def test_a_long_prompt_has_a_bar(models, tmp_path):
     terminal.close()
 
 
-def test_ctrl_c_leaves_a_clean_terminal(models, tmp_path):
-    t = Terminal("chat", models("qwen3moe", "F32", n_ff_exp=512, n_layer=4), "--ctx", "8192", "--stats-live", "--seed", "9", term="xterm", size=(100, 20), cwd=tmp_path)
+def test_ctrl_c_leaves_a_clean_terminal(small_demo, tmp_path):
+    t = Terminal("chat", small_demo, "--ctx", "8192", "--stats-live", "--temp", "0", term="xterm", size=(100, 20), cwd=tmp_path)
     t.wait_for("> ")
-    t.type("Hello\n")
+    t.type("Write a long story about a lighthouse.\n")
     t.wait_for("tok/s")  # the line is there: the answer has begun
     t.process.send_signal(signal.SIGINT)
     assert t.wait_for("stopped by Ctrl-C").count("\033[r\033[20;1H\033[K\0338") == 1
