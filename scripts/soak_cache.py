@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Expert slots under random use for as long as you like: batches of random sizes, resets, new contexts, every miss mode. Memory must stay flat and the logits plain llama.cpp's.
+With --ram most laps have a pool in RAM of a random size, and the rest of the experts on the disk, with and without slots on the device above it.
 
     .venv/bin/python scripts/soak_cache.py models/demo-small.gguf --device CPU --minutes 20
+    .venv/bin/python scripts/soak_cache.py models/demo-small.gguf --ram --minutes 20
     GGML_VK_VISIBLE_DEVICES=0 .venv/bin/python scripts/soak_cache.py models/demo-small.gguf --device Vulkan0 --minutes 20
 
 Each lap opens the model with random slots, policy and miss mode, feeds random batches with resets in between, and compares the logits of the lap's last tokens with plain
@@ -22,6 +24,7 @@ from llama_cpp import llama_cpp as C
 import edgemoe
 from edgemoe import engine, machine
 from edgemoe.devices import devices
+from edgemoe.ram_plan import plan_ram
 
 BOUND = 0.3  # of one token's logits, rms in standard deviations; with llama.cpp's kernels on the CPU device nothing may differ
 
@@ -48,6 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--device", default="CPU")
+    parser.add_argument("--ram", action="store_true", help="pools in RAM, too")
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--grow", type=float, default=60, metavar="MB", help="growth that passes (default %(default)s)")
@@ -56,6 +60,7 @@ def main() -> int:
     options = dict(n_ctx=512, n_batch=256, n_ubatch=64, n_threads=machine.default_threads(), verbose=False)
     with edgemoe.Source(o.model) as source:
         n_expert = max(layer.n_expert for layer in source.layers)
+        sizes = plan_ram(source, "mapped", n_ctx=512).token_bytes * 9 // 8, source.expert_bytes
     plain = engine.open_plain([o.model], **options, op_offload=False)
     end, lap, worst, n_tokens = time.monotonic() + 60 * o.minutes, 0, 0.0, 0
     before, device_before = None, 0
@@ -64,7 +69,11 @@ def main() -> int:
         slots, misses, policy = rng.randint(1, n_expert), rng.choice(["cpu", "load", "auto"]), rng.choice(["lru", "placement:every=8", "placement"])
         exact = rng.random() < 0.5
         bound = 0 if exact and o.device == "CPU" else BOUND
-        with closing(edgemoe.Llama(o.model, slots=slots, device=o.device, misses=misses, policy=policy, exact=exact, **options)) as llm:
+        ram, read_ahead = "mapped", "off"
+        if o.ram and rng.random() < 0.8:
+            ram, read_ahead, slots = rng.randint(*sizes), rng.choice(["off", "on", "auto"]), rng.choice([0, slots])
+        pool = dict(ram=ram, ram_policy=rng.choice(["lru", "lrfu:lambda=0.1", "placement:every=8"]), read_ahead=read_ahead)
+        with closing(edgemoe.Llama(o.model, slots=slots, device=o.device, misses=misses, policy=policy, exact=exact, **pool, **options)) as llm:
             for _ in range(rng.randint(1, 6)):
                 llm.reset()
                 fed = []
@@ -85,7 +94,7 @@ def main() -> int:
         now, device_free = anonymous_mb(), free_on(o.device)
         if lap == 4:
             before, device_before = now, device_free
-        print(f"lap {lap}: {slots} slots, {misses}, {policy}{', exact' if exact else ''}: rms {difference:.3g}, refused {refused}, anonymous {now:.0f} MB, resident {resident_mb():.0f} MB, device free {device_free / 1e6:.0f} MB", flush=True)
+        print(f"lap {lap}: {slots} slots, {misses}, {policy}{', exact' if exact else ''}, RAM {ram}, ahead {read_ahead}: rms {difference:.3g}, refused {refused}, anonymous {now:.0f} MB, resident {resident_mb():.0f} MB, device free {device_free / 1e6:.0f} MB", flush=True)
         if difference > bound or refused:
             print("FAILED: the logits differ" if difference > bound else "FAILED: the device refused pairs")
             return 1

@@ -29,7 +29,8 @@ KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x8
 POLICIES = ["policies/" + name for name in ("parameters", "kinds", "use", "placement", "prediction", "similar", "policies")]
 TIER = ["residency", "policy", *POLICIES, "loader", "miss_choice", "tier", "simulation"]
 NATIVE = [
-    "file", "gguf_file", "source", "store", *TIER, "device_slots", "device_cache", *KERNELS, "weights", "elementwise", "expert_block", "device_runner", "products", "graph_plan",
+    "file", "gguf_file", "source", "expert_memory", "store", *KERNELS, *TIER, "router_ahead", "ram_cache", "device_slots", "device_cache", "weights", "elementwise", "expert_block",
+    "device_runner", "products", "graph_plan",
     "executor", "backend", "router_tap", "recorder", "router_feed", "api",
 ]
 

@@ -67,7 +67,11 @@ KINDS = {"kernels": {}, "llama.cpp's kernels": {"exact": True}}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True], ids=["GGUF", "package"])
 @pytest.mark.parametrize(
-    "variant", [("qwen3moe", "Q4_K", {"down_type": "Q6_K"}), ("gpt-oss", "MXFP4", {}), ("deepseek2", "Q8_0", {}), ("qwen3moe", "Q8_0", {"expert_scale": True})],
+    "variant",
+    [
+        ("qwen3moe", "Q4_K", {"down_type": "Q6_K"}), ("gpt-oss", "MXFP4", {}), ("deepseek2", "Q8_0", {}), ("qwen3moe", "Q8_0", {"expert_scale": True}),
+        ("qwen3moe", "F32", {"n_ff_exp": 512}), ("deepseek2", "F32", {"n_ff_exp": 512, "fused_gate_up": True}),  # so big that they come in two parts
+    ],
     ids=lambda v: "-".join(map(str, (v[0], v[1], *v[2]))),
 )
 def test_the_same_bits_as_mapped(variant, packed, kind, models, packages, expected):

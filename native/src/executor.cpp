@@ -4,6 +4,7 @@
 #include <cassert>
 #include <chrono>
 #include <cstring>
+#include <map>
 #include <set>
 #include <stdexcept>
 
@@ -162,19 +163,24 @@ static event event_of(size_t layer, const ggml_tensor * ids, int64_t n_expert) {
     }
     return event_of(layer, ids->ne[1], count);
 }
+// By our kernels.
+std::unique_ptr<graph_plan> executor::plan_pairs(const expert_block & b, const std::vector<placed_pair> & pairs, float * rows, workspace & memory) const {
+    std::vector<graph_plan::block_pair> all;
+    for (const placed_pair & p : pairs) {
+        all.push_back({ p.token, p.k, p.x });
+    }
+    return std::make_unique<graph_plan>(b, all, rows, memory, n_threads);
+}
+
 // Pairs whose rows go to the block's output (or to `rows`), by our kernels, or by ggml's where there are none (or none are wanted).
 ggml_status executor::compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input, float * rows) {
     if (pairs.empty()) {
         return GGML_STATUS_SUCCESS;
     }
     if (have_kernels(b)) {
-        std::vector<graph_plan::block_pair> all;
-        for (const placed_pair & p : pairs) {
-            all.push_back({ p.token, p.k, p.x });
-        }
         block_rows.clear();
-        const graph_plan plan(b, all, rows, block_rows, n_threads);
-        return compute_items(plan, 0, plan.items.size());
+        const auto plan = plan_pairs(b, pairs, rows, block_rows);
+        return compute_items(*plan, 0, plan->items.size());
     }
     std::vector<ggml_tensor *> weights, biases;
     const size_t n_tensors = 16 + 4 * (b.products.size() + b.chain.size());
@@ -271,25 +277,37 @@ ggml_status executor::compute_here(const expert_block & b, const owned & of, con
         of_expert[(size_t) p.expert].push_back(p);
     }
     float * rows = b.router_weights ? (float *) inputs.take((size_t) (b.n_tokens() * b.n_used() * b.n_out()) * sizeof(float)) : nullptr;
-    std::vector<size_t> arrived;
+    std::vector<tier::arrived_expert> arrived;
     std::vector<placed_pair> now;
+    std::map<size_t, std::unique_ptr<graph_plan>> begun;   // of experts that were there but for their down rows: all steps but the last are done
+    half_rows.clear();
     bool failed;
     while (experts.next(ours->v, arrived, failed)) {
         if (failed) {
             of.model->set_failure(of.ram->error());
             return GGML_STATUS_FAILED;
         }
+        ggml_status status = GGML_STATUS_SUCCESS;
         now.clear();
-        for (const size_t i : arrived) {
-            const std::vector<placed_pair> & its = of_expert[(size_t) experts.expert_of(ours->v.layer, ours->v.e.experts[i])];
-            now.insert(now.end(), its.begin(), its.end());
+        for (const tier::arrived_expert & a : arrived) {
+            const std::vector<placed_pair> & its = of_expert[(size_t) experts.expert_of(ours->v.layer, ours->v.e.experts[a.i])];
+            if (!a.whole && !b.products.empty() && have_kernels(b) && status == GGML_STATUS_SUCCESS) {
+                begun[a.i] = plan_pairs(b, its, rows, half_rows);
+                status = compute_items(*begun[a.i], 0, begun[a.i]->items.size() - 1);
+            } else if (a.whole && begun.count(a.i) && status == GGML_STATUS_SUCCESS) {
+                status = compute_items(*begun[a.i], begun[a.i]->items.size() - 1, begun[a.i]->items.size());
+            } else if (a.whole) {
+                now.insert(now.end(), its.begin(), its.end());
+            }
         }
-        const ggml_status status = compute_on_cpu(b, now, one_input, rows);
+        status = status == GGML_STATUS_SUCCESS ? compute_on_cpu(b, now, one_input, rows) : status;
         if (status != GGML_STATUS_SUCCESS) {
             return status;
         }
-        for (const size_t i : arrived) {
-            experts.release(ours->v, i);
+        for (const tier::arrived_expert & a : arrived) {
+            if (a.whole) {
+                experts.release(ours->v, a.i);
+            }
         }
     }
     if (!rows) {

@@ -40,6 +40,7 @@ private:
     ggml_status compute_here(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs, bool one_input);
     ggml_status compute_on_cpu(const expert_block & b, const std::vector<placed_pair> & pairs, bool one_input, float * rows);
     void        look_ahead(ram_cache & ram, const std::vector<ggml_tensor *> & nodes, const ggml_tensor & product);
+    std::unique_ptr<graph_plan> plan_pairs(const expert_block & b, const std::vector<placed_pair> & pairs, float * rows, workspace & memory) const;
     void        prepare_runner(device_cache & cache);
 
     struct ram_visit;
@@ -53,7 +54,7 @@ private:
     std::unique_ptr<ggml_context, deleter> context;   // of the graph in which our steps stand between ggml's nodes
     size_t               context_items = 0;           // how many it has room for
     std::unique_ptr<device_runner> runner;            // of the cache in use
-    workspace            inputs, block_rows;          // of a block, and what our kernels make of them
+    workspace            inputs, block_rows, half_rows;   // of a block, and what our kernels make of them
     std::unique_ptr<ram_visit> visit;                 // of the expert products that come next
     ggml_gallocr_t       block_memory = nullptr;      // of blocks that ggml computes
 };

@@ -10,6 +10,8 @@ namespace edgemoe {
 static constexpr lanes READS = { 8, 2, 2u << 20 };
 // Slots through which a prompt's experts pass: what is computed, and what is read meanwhile.
 static constexpr int32_t MOST_STAGING = 16, LEAST_STAGING = 2;
+// From this size on an expert comes in two reads, so that its first products are computed while its down rows come. A smaller one gains less than a read costs.
+static constexpr size_t LEAST_IN_PARTS = 1u << 20;
 
 static std::vector<tier_layer> layers_of(const source & s) {
     std::vector<tier_layer> layers;
@@ -22,7 +24,10 @@ static std::vector<tier_layer> layers_of(const source & s) {
 ram_cache::ram_cache(const source & s, store & from, expert_memory & memory, const ram_options & o)
     : from(from), memory(memory), fail_every(o.fail_every), most_read(o.most_read), routers(s, from, o.level), experts(layers_of(s), tier_options_of(s, o), this) {
     for (const expert_layer & l : s.layers) {
-        n_projections.push_back(l.projections.size());
+        layouts.push_back({ l.projections.size(), l.projections.size() });
+        for (size_t p = 0; p < l.projections.size() && l.bytes_per_expert() >= LEAST_IN_PARTS; p++) {
+            layouts.back().down = l.projections[p].name.find("ffn_down_exps") != std::string::npos ? p : layouts.back().down;
+        }
     }
     if (experts.needs_future()) {
         throw std::invalid_argument("policy " + o.slots.policy + " knows the future, which only a simulation does");
@@ -57,11 +62,11 @@ bool ram_cache::carry(const transfer & t) {
         return true;   // it was on its way out, and its bytes are still there
     }
     char * dst[MOST_PROJECTIONS];
-    for (size_t p = 0; p < n_projections[t.layer]; p++) {
+    for (size_t p = 0; p < layouts[t.layer].n_projections; p++) {
         dst[p] = memory.place(t.layer, p, t.expert);
     }
     try {
-        read(t.layer, t.expert, dst);
+        read(t.layer, t.expert, dst, [&] { experts.half_there(t); });
     } catch (const std::exception & e) {
         std::lock_guard<std::mutex> lock(mutex);
         last_error = e.what();
@@ -71,7 +76,7 @@ bool ram_cache::carry(const transfer & t) {
     return true;
 }
 
-void ram_cache::read(size_t layer, int32_t expert, char * const * dst) {
+void ram_cache::read(size_t layer, int32_t expert, char * const * dst, const std::function<void()> & half_done) {
     struct timed {
         ram_cache & c;
         explicit timed(ram_cache & c) : c(c) {
@@ -90,7 +95,15 @@ void ram_cache::read(size_t layer, int32_t expert, char * const * dst) {
     if (fail_every && ++n_tried % fail_every == 0) {
         throw std::runtime_error("layer " + std::to_string(layer) + ", expert " + std::to_string(expert) + ": cannot be read: a failure for tests");
     }
-    from.read(layer, expert, 0, n_projections[layer], dst, most_read);
+    const layout & l = layouts[layer];
+    if (l.down == l.n_projections) {
+        from.read(layer, expert, 0, l.n_projections, dst, most_read);
+    } else {
+        from.read(layer, expert, 0, l.down, dst, most_read);
+        from.read(layer, expert, l.down + 1, l.n_projections, dst, most_read);
+        half_done();
+        from.read(layer, expert, l.down, l.down + 1, dst, most_read);
+    }
     std::lock_guard<std::mutex> lock(mutex);
     done.n_reads++;
     done.bytes_read += experts.bytes_per_expert(layer);

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <mutex>
 #include <string>
 
@@ -40,12 +41,13 @@ struct ram_cache : carrier {
     bool borrow(size_t layer, int32_t expert) { return experts.hold(layer, expert); }
     void give_back(size_t layer, int32_t expert) { experts.let_go(layer, expert); }
     // Reads an expert to somewhere else. Throws.
-    void read(size_t layer, int32_t expert, char * const * dst);
+    void read(size_t layer, int32_t expert, char * const * dst) { read(layer, expert, dst, [] {}); }
 
 private:
     bool carry(const transfer & t) override;
     bool adopt(const transfer & t) override;
     void left(size_t layer, int32_t expert) override;
+    void read(size_t layer, int32_t expert, char * const * dst, const std::function<void()> & half_done);
     tier_options tier_options_of(const source & s, const ram_options & o);
 
     store &         from;
@@ -55,7 +57,8 @@ private:
     int64_t         slots_budget = 0;
     int64_t         largest = 0;        // slot
     int32_t         n_stage = 0;
-    std::vector<size_t> n_projections;
+    struct layout { size_t n_projections, down; };
+    std::vector<layout> layouts;
     const router_ahead  routers;
     std::atomic<uint32_t> n_tried{0};
 

@@ -1,7 +1,5 @@
 #include "router_ahead.h"
 
-#include "products.h"
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>

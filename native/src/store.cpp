@@ -74,6 +74,9 @@ static void check_identity(const direct_file & f, const file_identity & wanted) 
 
 void store::read(size_t layer, int32_t expert, size_t first, size_t end, char * const * dst, size_t most) {
     const std::vector<projection> & all = s.layers[layer].projections;
+    if (first == end) {
+        return;
+    }
     if (s.kind == source_kind::package) {
         direct_file blob(s.blob_path(s.layers[layer], (uint32_t) expert));
         check_identity(blob, identities[layer][(size_t) expert]);

@@ -41,7 +41,8 @@ static policy_source with(const tables & learned, policy_source from) {
 
 tier::tier(std::vector<tier_layer> infos, const tier_options & options, carrier * who)
     : options(options), carries(who), learned(options.from.learned ? *options.from.learned : tables()), space(n_experts(infos), options.shared),
-      in(new_residency()), by(make_policy(options.policy, space, in, with(learned, options.from))), unused((size_t) space.n_all(), 0), choice(options.misses),
+      in(new_residency()), by(make_policy(options.policy, space, in, with(learned, options.from))), half((size_t) space.n_all(), false),
+      unused((size_t) space.n_all(), 0), choice(options.misses),
       prompt_choice(options.misses == "auto" ? "auto" : "cpu", { miss_mode::cpu, miss_mode::off }, { 3, 0, 0 }),
       ahead_choice(options.ahead == read_ahead::automatic ? "auto" : options.ahead == read_ahead::on ? "load" : "cpu", { miss_mode::cpu, miss_mode::load }, { 16, 4, 48 }),
       stage((size_t) options.n_staging) {
@@ -89,6 +90,7 @@ bool tier::timed_carry(const transfer & t) {
 void tier::finished(const transfer & t, bool loaded) {
     {
         std::lock_guard<std::mutex> lock(mutex);
+        half[(size_t) key_of(t.layer, t.expert)] = false;
         if (is_staging(t.layer, t.slot)) {
             staging_slot & at = stage[(size_t) (t.slot - in.n_slots(t.layer))];
             assert(at.expert == key_of(t.layer, t.expert));   // nobody takes a staging slot while something is on its way
@@ -97,6 +99,14 @@ void tier::finished(const transfer & t, bool loaded) {
             in.finish(t.layer, t.slot, loaded);
         }
         layers[t.layer].counts[(size_t) phase::decode].n_failed += !loaded;
+    }
+    arrived.notify_all();
+}
+
+void tier::half_there(const transfer & t) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        half[(size_t) key_of(t.layer, t.expert)] = true;
     }
     arrived.notify_all();
 }
@@ -423,6 +433,7 @@ tier::visit tier::begin(event e) {
     v.slot.assign(n, -1);
     v.awaited.assign(n, arrival::none);
     v.named.assign(n, false);
+    v.half_named.assign(n, false);
     v.left_alone = (v.when == phase::prompt ? prompt_choice : choice).mode() == miss_mode::off;
     for (size_t i = 0; i < n; i++) {
         const int32_t expert = v.e.experts[i], at = in.slot_of(expert);
@@ -481,7 +492,7 @@ void tier::wait(visit & v) {
     layers[v.layer].counts[(size_t) v.when].stall_us += moving ? (uint64_t) (1e6 * seconds_since(start)) : 0;
 }
 
-bool tier::next(visit & v, std::vector<size_t> & there, bool & failed) {
+bool tier::next(visit & v, std::vector<arrived_expert> & there, bool & failed) {
     there.clear();
     failed = false;
     const auto start = clock::now();
@@ -515,7 +526,10 @@ bool tier::next(visit & v, std::vector<size_t> & there, bool & failed) {
             if (v.slot[i] >= 0) {
                 unused[(size_t) expert] = 0;
                 v.named[i] = true;
-                there.push_back(i);
+                there.push_back({ i, true });
+            } else if (half[(size_t) expert] && !v.half_named[i]) {
+                v.half_named[i] = true;
+                there.push_back({ i, false });
             }
         }
         if (n_left == 0) {

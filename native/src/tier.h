@@ -89,7 +89,7 @@ struct tier {
         int32_t              n_there = 0;          // experts that are
         std::vector<float>   probs, hidden;       // of the event, where it does not bring its own
         bool                 uses_stage = false;   // some of its experts are in staging slots: n_slots(layer) ...
-        std::vector<bool>    named;                // by next()
+        std::vector<bool>    named, half_named;    // by next()
     };
     // What the coming steps are made of; to be said before each step, or not at all.
     void  announce(const pass & s);
@@ -101,9 +101,13 @@ struct tier {
     visit begin(event e);
     // Until all awaited experts are in their slots; the slot of one that failed becomes -1.
     void  wait(visit & v);
-    // must_load: waits until further experts of the event are in their slots and names them, by their place in it; false once all are named. What has no slot yet gets one
-    // as others are released. `failed`: some that could not be loaded; the event cannot be computed.
-    bool  next(visit & v, std::vector<size_t> & arrived, bool & failed);
+    // An expert of the event, by its place in it. Not whole: all of it but what is used last is there.
+    struct arrived_expert { size_t i; bool whole; };
+    // must_load: waits until further experts of the event are in their slots and names them; false once all are named as whole. What has no slot yet gets one as others are
+    // released. `failed`: some that could not be loaded; the event cannot be computed.
+    bool  next(visit & v, std::vector<arrived_expert> & found, bool & failed);
+    // By the carrier, of a transfer that goes on: all is there but what is used last.
+    void  half_there(const transfer & t);
     // Nothing of the event has to be waited for.
     static bool all_there(const visit & v);
     // The i-th expert of the event has been computed.
@@ -189,6 +193,7 @@ private:
     std::vector<wish>        wishes;             // workspaces
     std::vector<size_t>      order;
     std::vector<residency::insertion> changes;
+    std::vector<bool>        half;               // per key: on its way, and there but for what is used last
     std::vector<uint8_t>     unused;             // per key: came in as P and was not used since
     miss_choice              choice;
     miss_choice              prompt_choice;      // between hits on the device and all on the CPU; its steps are events
