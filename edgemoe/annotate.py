@@ -16,7 +16,7 @@ import numpy as np
 
 from edgemoe.errors import TraceError
 from edgemoe.routing_shift import ShiftDetector, ShiftOptions, scores, threshold
-from edgemoe.stage import OPEN, Automaton, Detector, opens_thinking
+from edgemoe.stage import CLOSE, OPEN, TAGS, Automaton, boundaries, opens_thinking
 from edgemoe.trace import NO_STAGE, PROMPT, Sequence, Trace
 
 SHIFT = "shift"
@@ -79,12 +79,27 @@ def read_pieces(path: str) -> list[list[str]]:
 def by_cues(s: Sequence, pieces: list[str], automaton: Automaton, where: str = "thinking", min_stage: int = 0) -> list[Mark]:
     """Cues and tags in the decoded rows. pieces: as pieces_of makes them. Of a sequence that is all prompt the prompt is read as if it had been decoded."""
     first = first_decoded(s)
-    prompt, answer = pieces[:first], pieces[first:]
-    detector = Detector(automaton, where=where, opened=opens_thinking("".join(prompt)), min_stage=min_stage)
-    heard = [b for piece in answer for b in detector.feed(piece.encode("utf-8", "surrogateescape"))]
-    heard += detector.finish()
+    prompt, answer = "".join(pieces[:first]), "".join(pieces[first:])
+    heard = boundaries((as_bytes(p) for p in pieces[first:]), automaton, where=where, opened=opens_thinking(prompt) or was_opened(answer), min_stage=min_stage)
     # What opens the thinking at the very start of an answer parts nothing.
-    return [Mark(first + b.heard, b.cue, b.kind, b.char) for b in heard if b.kind != OPEN or "".join(answer)[: b.char].strip()]
+    return [Mark(first + b.heard, b.cue, b.kind, b.char) for b in heard if b.kind != OPEN or answer[: b.char].strip()]
+
+
+def as_bytes(piece: str) -> bytes:
+    """Bytes that are no UTF-8 by themselves, such as a part of an emoji, are kept in a trace as Python's surrogates."""
+    return piece.encode("utf-8", "surrogateescape" if not any("\ud800" <= ch < "\udc80" or "\udcff" < ch <= "\udfff" for ch in piece) else "replace")
+
+
+def was_opened(text: str) -> bool:
+    """Whether the first tag in a whole text closes a thinking that nothing in it has opened: then the prompt has."""
+    places = [(at, what) for pair in TAGS for tag, what in zip(pair, (OPEN, CLOSE)) if (at := text.find(tag)) >= 0]
+    return bool(places) and min(places)[1] == CLOSE
+
+
+def where_of(pieces: list[list[str]]) -> str:
+    """Where cues count when nobody has said: in the thinking, if any of the texts has tags around it."""
+    texts = map("".join, pieces)
+    return "thinking" if any(tag in text for text in texts for pair in TAGS for tag in pair) else "everywhere"
 
 
 def by_shift(s: Sequence, n_expert: int, options: ShiftOptions) -> list[Mark]:
@@ -193,6 +208,10 @@ def dominant(counts: np.ndarray, n: int) -> np.ndarray:
 
 
 def tcseq(counts: np.ndarray, n: int) -> np.ndarray:
-    """float [stages - 1], from the counts of stage_counts: the share of n that a stage's dominant experts have in common with those of the stage before."""
+    """float [stages - 1], from the counts of stage_counts: the share of n that a stage's dominant experts have in common with those of the stage before. Layers that one of the
+    two stages has nothing of (the last one in a prompt) are left out."""
     sets = dominant(counts, n)
-    return (sets[1:] & sets[:-1]).sum(-1).mean(-1) / n if len(sets) > 1 else np.empty(0)
+    if len(sets) < 2:
+        return np.empty(0)
+    known = sets[1:].any(-1) & sets[:-1].any(-1)
+    return ((sets[1:] & sets[:-1]).sum(-1) * known).sum(-1) / np.maximum(1, known.sum(-1)) / n

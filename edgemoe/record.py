@@ -160,7 +160,12 @@ class Recorder:
         """Writes the trace: the sequences that are complete. Raises TraceError, also when there is none."""
         if not self.n_sequences:
             raise TraceError(f"{self.writer.path}: no sequence was recorded")
+        self.meta["pieces"] = {str(t): self._piece(t) for t in sorted(set(self.writer.small["token_ids"]))}
         self.writer.finish()
+
+    def _piece(self, token: int) -> str:
+        """Bytes that are no UTF-8 by themselves become surrogates, as in Python's file names."""
+        return self.llm.detokenize([token], special=True).decode("utf-8", "surrogateescape") if token >= 0 else ""
 
     def close(self) -> None:
         """Stops listening; what was not finished is gone."""
