@@ -68,7 +68,7 @@ def candidates(further: Mapping[str, tuple[str, ...]] | None = None) -> dict[str
     return {kind: tuple(dict.fromkeys((*CUES.get(kind, ()), *further.get(kind, ())))) for kind in (*CUES, *(k for k in further if k not in CUES))}
 
 
-def calibrate(trace: Trace, pieces: list[list[str]], wanted: Mapping[str, tuple[str, ...]], where: str, limits: Limits = Limits(), quantile: float = 0.98, seed: int = 0) -> Calibrated:
+def calibrate(trace: Trace, pieces: list[list[str]], wanted: Mapping[str, tuple[str, ...]], where: str, limits: Limits = Limits(), quantile: float = 0.9, seed: int = 0) -> Calibrated:
     """pieces, where: as annotate.pieces_of and where_of make them."""
     n_tokens = sum(len(s.ids) - annotate.first_decoded(s) for s in trace.sequences())
     kinds = {cue: kind for kind, cues in wanted.items() for cue in cues}

@@ -20,7 +20,7 @@ class ShiftOptions:
 
     threshold: float = np.inf
     short: int = 16
-    long: int = 128
+    long: int = 64
     every: int = 4
     min_stage: int = 16
     most_layers: int = MOST_LAYERS

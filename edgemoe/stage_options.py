@@ -35,7 +35,7 @@ def add_annotate(sub) -> None:
 
 
 def add_quantile(group) -> None:
-    group.add_argument("--shift-quantile", type=share, default=0.98, metavar="Q", help="of the trace's divergences, the threshold of the shift (default %(default)s)")
+    group.add_argument("--shift-quantile", type=share, default=0.9, metavar="Q", help="of the trace's divergences, the threshold of the shift (default %(default)s)")
 
 
 def share(text: str) -> float:
