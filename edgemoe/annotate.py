@@ -124,6 +124,16 @@ def merged(marks: Iterable[Mark], min_stage: int = 0) -> list[Mark]:
     return found
 
 
+def filled(s: Sequence, marks: list[Mark], most: int) -> list[Mark]:
+    """With further boundaries where a stage would be longer than `most` tokens, counted from its start."""
+    found: list[Mark] = []
+    start = first_decoded(s)
+    for mark in [*marks, Mark(len(s.ids), "", "")]:
+        found += [*_at(range(start + most, mark.row, most), "every"), mark]
+        start = mark.row
+    return found[:-1]
+
+
 def every(trace: Trace, n: int) -> list[list[Mark]]:
     """Every n decoded tokens."""
     return [_at(range(first_decoded(s) + n, len(s.ids), n), "every") for s in trace.sequences()]

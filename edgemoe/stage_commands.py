@@ -67,7 +67,11 @@ def _marks(trace: Trace, options) -> tuple[list[list[annotate.Mark]], dict]:
         shift = ShiftOptions(threshold=threshold, min_stage=max(ShiftOptions.min_stage, options.min_stage))
         found = [[*marks, *annotate.by_shift(s, trace.n_expert, shift)] for s, marks in zip(trace.sequences(), found)]
         how |= {"by": [*how["by"], "shift"], "shift_threshold": round(threshold, 6)}
-    return [annotate.merged(marks, options.min_stage) for marks in found], how
+    found = [annotate.merged(marks, options.min_stage) for marks in found]
+    if options.max_stage:
+        found = [annotate.filled(s, marks, options.max_stage) for s, marks in zip(trace.sequences(), found)]
+        how["max_stage"] = options.max_stage
+    return found, how
 
 
 def _report(staged: Trace, marks: list[list[annotate.Mark]], how: dict) -> dict:

@@ -22,6 +22,7 @@ def add_annotate(sub) -> None:
     sub.add_argument("--cues", default="default", metavar="FILE|default|none", help="cues as JSON, kind -> list, or what edgemoe calibrate --out wrote (default: those that ship)")
     sub.add_argument("--where", choices=("thinking", "everywhere"), help="where cues count (default: in the thinking, or everywhere when no sequence has tags around it)")
     sub.add_argument("--min-stage", type=not_negative, default=0, metavar="N", help="fewest tokens of a stage: cues that come sooner do not count (default %(default)s)")
+    sub.add_argument("--max-stage", type=positive, metavar="N", help="most tokens of a stage: a longer one is parted (default: as long as it is)")
     sub.add_argument("--pieces", metavar="FILE", help="JSON lines with the text of each token, a list called generated per sequence, for a trace that does not say")
     shift = sub.add_argument_group("shift of the routing")
     shift.add_argument("--shift", action="store_true", help="boundaries also where the experts in use change")

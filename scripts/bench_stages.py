@@ -36,6 +36,11 @@ def stagings(trace: Trace, train: Trace, options) -> dict[str, list[list[Mark]]]
     like = annotate.with_stages(trace, cues, {})
     found |= {f"at random {seed}": annotate.random_like(like, seed) for seed in range(options.draws)}
     found["at equal distances"] = annotate.evenly_like(like)
+    for most in options.max_stage:
+        name = f"cues, and after {most}"
+        found[name] = [annotate.filled(s, marks, most) for s, marks in zip(trace.sequences(), cues)]
+        like = annotate.with_stages(trace, found[name], {})
+        found |= {f"as many as {name}, at random": annotate.random_like(like), f"as many as {name}, at equal distances": annotate.evenly_like(like)}
     return found | {f"every {n}": annotate.every(trace, n) for n in options.every}
 
 
@@ -69,6 +74,7 @@ def main() -> None:
     parser.add_argument("--stage", default="stage", help="the stage policy with its parameters (default %(default)s)")
     parser.add_argument("--cues", metavar="FILE")
     parser.add_argument("--min-stage", type=int, default=0, metavar="N")
+    parser.add_argument("--max-stage", type=int, nargs="*", default=[], metavar="N", help="also cues with stages parted that are longer")
     parser.add_argument("--quantile", type=float, default=0.9)
     parser.add_argument("--every", type=int, nargs="*", default=[64], metavar="N")
     parser.add_argument("--draws", type=int, default=3, help="of random boundaries (default %(default)s)")
