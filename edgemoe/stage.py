@@ -47,7 +47,7 @@ OPEN, CLOSE = "open", "close"  # kinds of boundaries that tags make
 FENCE = "\n```"
 QUOTES = "`'\""
 FOLDED = {"\u2019": "'", "\u2018": "'", "\u2010": "-", "\u2011": "-", "\u00a0": " ", "\u202f": " "}
-MOST_KEPT = "\u0250"  # of characters from here on only those in cues are kept in a state's table, which could grow with every alphabet
+MOST_KEPT = 1024  # characters in a state's table, which would grow with every alphabet; the others are looked up anew
 FIRST_UNSPACED = "\u2e80"  # writing without spaces between words: a cue may begin and end anywhere
 
 IN_WORD, BETWEEN, STOPPED, START = range(4)
@@ -84,11 +84,12 @@ def read_cues(path: str) -> dict[str, tuple[str, ...]]:
 
 
 def checked_cues(cues: Mapping[str, Iterable[str]], where: str = "cues") -> dict[str, tuple[str, ...]]:
+    cues = {kind: tuple(texts) for kind, texts in cues.items()}
     for kind, texts in cues.items():
         for text in texts:
             if not isinstance(text, str) or not text.strip() or text != text.strip():
                 raise CueError(f"{where}: {kind}: found {text!r}, wanted a phrase without spaces around it")
-    return {kind: tuple(texts) for kind, texts in cues.items()}
+    return cues
 
 
 # --- the automaton
@@ -155,7 +156,8 @@ class Automaton:
 
     def __init__(self, cues: Mapping[str, Iterable[str]] = CUES, tags: Iterable[tuple[str, str]] = TAGS):
         self.at_start, self.anywhere, self.in_any_place = _Node(), _Node(), _Node()
-        for kind, texts in checked_cues(cues).items():
+        cues, tags = checked_cues(cues), tuple(tags)
+        for kind, texts in cues.items():
             for text in texts:
                 (self.at_start if text[0].isupper() else self.anywhere).add(text, _Phrase(text, kind, len(text)))
         for pair in tags:
@@ -164,8 +166,9 @@ class Automaton:
                 for quote in QUOTES:
                     self.in_any_place.add(quote + text, _Phrase(quote + text, what, len(text) + 1, "quoted"))
         self.in_any_place.add(FENCE, _Phrase(FENCE, "", len(FENCE), "fence"))
-        self.alphabet = {_folded(ch) for texts in cues.values() for text in texts for ch in text}
-        self.longest = max([len(FENCE), *(len(t) + 1 for pair in tags for t in pair), *(len(t) for texts in cues.values() for t in texts)])
+        phrases = [*(text for texts in cues.values() for text in texts), *(quote + text for pair in tags for text in pair for quote in QUOTES), FENCE]
+        self.alphabet = {_folded(ch) for text in phrases for ch in text} | {" "}
+        self.longest = max(map(len, phrases))
         self.states: dict[tuple, _State] = {}
         self.start = self.step(self._state(START, ()), "\n")
 
@@ -175,6 +178,13 @@ class Automaton:
     def step(self, state: _State, ch: str) -> _State:
         """The state after one more character, kept for the next time."""
         folded = _folded(ch)
+        active = self._active(state, ch, folded) if folded in self.alphabet else ()
+        to = self._state(_place(state.place, ch), active)
+        if len(state.next) < MOST_KEPT:
+            state.next[ch] = to
+        return to
+
+    def _active(self, state: _State, ch: str, folded: str) -> tuple[_Node, ...]:
         roots = [self.in_any_place]
         if state.place != IN_WORD or ch >= FIRST_UNSPACED:
             roots.append(self.anywhere)
@@ -185,10 +195,7 @@ class Automaton:
             for key in (folded, " ") if folded == "\n" else (folded,):
                 if key in node.children:
                     found.append(node.children[key])
-        to = self._state(_place(state.place, ch), tuple(found))
-        if ch < MOST_KEPT or folded in self.alphabet:
-            state.next[ch] = to
-        return to
+        return tuple(found)
 
 
 # --- the detector
