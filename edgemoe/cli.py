@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from edgemoe import __version__, simulate_options
+from edgemoe import __version__, simulate_options, stage_options
 from edgemoe.arguments import not_negative, positive, ram, size
 from edgemoe.errors import EdgemoeError
 
@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   edgemoe trace model.gguf --prompts questions.txt --out t.npz   record which experts are used
   edgemoe simulate t.npz                         what each cache policy would have done with that
   edgemoe tune model.gguf --trace t.npz          find the best one for your prompts, for chat and run to use
+  edgemoe calibrate model.gguf --trace t.npz     find the words that part its reasoning into stages
   edgemoe doctor                                 is this machine set up well?
   edgemoe-convert model.gguf                     pack it: one file per expert
 """
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, run, help: str, example: str, path: bool = True, of=commands) -> argparse.ArgumentParser:
-        sub = of.add_parser(name, help=help, description=help, epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = of.add_parser(name, help=help, description=help, epilog=example if example.startswith("examples:") else f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter)
         if path:
             sub.add_argument("path", metavar="PATH", help="a GGUF, any shard of one, or a package directory")
         sub.add_argument("--json", action="store_true", help="print one JSON object for machines" if name != "chat" else "print one JSON object per reply")
@@ -84,7 +85,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_import_options(imported)
     show = command("show", _trace_show, "check a trace and say what is in it", "edgemoe trace show t.npz", path=False, of=actions)
     show.add_argument("trace", metavar="TRACE", help="a trace (.npz)")
+    help = "write the stages of the reasoning into a trace: where cues stand in its text, or where its routing shifts"
+    stage_options.add_annotate(command("annotate", _trace_annotate, help, stage_options.ANNOTATE, path=False, of=actions))
     simulate_options.add_commands(commands)
+    calibrated = command("calibrate", _calibrate, "find the cues that part this model's reasoning into stages", stage_options.CALIBRATE)
+    stage_options.add_calibrate(calibrated)
     command("doctor", _doctor, "check this machine and its llama-cpp-python; each problem comes with its fix", "edgemoe doctor", path=False)
     return parser
 
@@ -181,6 +186,18 @@ def _trace_show(options) -> int:
     return trace_commands.show(options)
 
 
+def _trace_annotate(options) -> int:
+    from edgemoe import stage_commands
+
+    return stage_commands.annotate_(options)
+
+
+def _calibrate(options) -> int:
+    from edgemoe import stage_commands
+
+    return stage_commands.calibrate_(options)
+
+
 def _chat(options) -> int:
     from edgemoe import chat
 
@@ -237,7 +254,7 @@ def _doctor(options) -> int:
     return doctor.doctor(json=options.json)
 
 
-TRACE_ACTIONS = ("record", "import", "show", "-h", "--help")
+TRACE_ACTIONS = ("record", "import", "show", "annotate", "-h", "--help")
 
 
 def _with_action(argv: list[str]) -> list[str]:

@@ -39,9 +39,10 @@ class Recommendation:
     format: int = FORMAT
 
 
-def folder() -> Path:
+def folder(of: str = "tune") -> Path:
+    """Of the user's settings, those that one command writes."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
-    return Path(base, "edgemoe", "tune")
+    return Path(base, "edgemoe", of)
 
 
 def path_of(mark: str, misses: str) -> Path:

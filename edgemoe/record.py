@@ -73,6 +73,7 @@ class Recorder:
             "recorded": {"how": "edgemoe trace", "version": __version__, "llama_cpp": llama_cpp.__version__, "options": options or {}},
             "source": source,
             "sequences": [],
+            "pieces": {},
         }
         self._ffi, self._lib = _native.load()
         self.writer = TraceWriter(path, self.meta, probs=self.n_expert if full_probs else self.n_used, hidden=self.n_embd if hidden else 0)
@@ -104,11 +105,18 @@ class Recorder:
         try:
             yield
             if self.writer.n_open:
+                self._keep_pieces(set(self.writer.small["token_ids"][-self.writer.n_open :]))
                 self.meta["sequences"].append(notes)
                 self.writer.end_sequence()
         finally:
             self._open = False
             self.writer.drop_sequence()
+
+    def _keep_pieces(self, tokens: set[int]) -> None:
+        """The text of each. Bytes that are no UTF-8 by themselves become surrogates, as in Python's file names."""
+        pieces = self.meta["pieces"]
+        for token in sorted(t for t in tokens if str(t) not in pieces):
+            pieces[str(token)] = self.llm.detokenize([token], special=True).decode("utf-8", "surrogateescape")
 
     def evaluates(self, n_tokens: int) -> None:
         """Called by the Llama before it computes so many tokens, in one batch or several."""

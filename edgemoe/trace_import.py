@@ -121,17 +121,20 @@ def _import_npz(path: Path, facts: Facts) -> Trace:
         more["stage"] = np.where(np.isin(channel, list(CHANNELS)), channel, NO_STAGE).astype(np.int16)
         meta["stages"] = {str(number): name for number, name in CHANNELS.items()}
     offsets = found.get("offsets", np.array([0, n_tokens]))
-    sequences = _sequence_notes(path.with_name(path.stem + ".meta.jsonl"), len(offsets) - 1)
-    if sequences:
-        meta["sequences"] = sequences
+    said = _said_beside(path.with_name(path.stem + ".meta.jsonl"), len(offsets) - 1)
+    if said:
+        meta["sequences"] = [_notes(each) for each in said]
+        pieces = _pieces(said, offsets, found.get("token_ids"))
+        if pieces:
+            meta["pieces"] = pieces
     return _made(path, facts, wide, layers.tolist(), offsets, found.get("probs"), meta=meta, **more)
 
 
-def _sequence_notes(path: Path, n_sequences: int) -> list[dict]:
-    """What a file beside the recording says about each sequence: numbers and short texts."""
+def _said_beside(path: Path, n_sequences: int) -> list[dict]:
+    """What a file beside the recording says about each sequence."""
     if not path.exists():
         return []
-    notes = []
+    found = []
     with open(path, encoding="utf-8") as f:
         for number, line in enumerate(f, 1):
             try:
@@ -140,10 +143,26 @@ def _sequence_notes(path: Path, n_sequences: int) -> list[dict]:
                 raise TraceError(f"{path}: line {number}: not JSON: {e}") from None
             if not isinstance(said, dict):
                 raise TraceError(f"{path}: line {number}: found {line[:40]!r}, wanted an object")
-            notes.append({k: v for k, v in said.items() if isinstance(v, (int, float, bool)) or (isinstance(v, str) and len(v) <= LONGEST_TEXT)})
-    if len(notes) != n_sequences:
-        raise TraceError(f"{path}: found {len(notes)} lines, wanted {n_sequences}: one per sequence")
-    return notes
+            found.append(said)
+    if len(found) != n_sequences:
+        raise TraceError(f"{path}: found {len(found)} lines, wanted {n_sequences}: one per sequence")
+    return found
+
+
+def _notes(said: dict) -> dict:
+    """Numbers and short texts."""
+    return {k: v for k, v in said.items() if isinstance(v, (int, float, bool)) or (isinstance(v, str) and len(v) <= LONGEST_TEXT)}
+
+
+def _pieces(said: list[dict], offsets: np.ndarray, token_ids: np.ndarray | None) -> dict[str, str]:
+    """The text of each token id, where a list of strings called generated says what the rows of each sequence are."""
+    pieces: dict[str, str] = {}
+    for each, first, end in zip(said, offsets, offsets[1:]):
+        texts = each.get("generated")
+        if token_ids is None or not isinstance(texts, list) or len(texts) < end - first:
+            return {}
+        pieces |= {str(t): text for t, text in zip(token_ids[first:end].tolist(), texts) if t >= 0 and isinstance(text, str)}
+    return pieces
 
 
 # --- CSV

@@ -10,18 +10,18 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native", "npz", "arguments"},
+    {"_native", "npz", "arguments", "stage", "routing_shift"},
     {"trace", "package", "devices", "tokenizer", "probe", "policies", "tiers"},
-    {"cache_plan", "disk_probe", "trace_import", "replay", "lossy", "recommendation", "fit"},
-    {"simulate", "policy_list", "ram_plan"},
+    {"cache_plan", "disk_probe", "trace_import", "replay", "lossy", "recommendation", "fit", "annotate"},
+    {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate"},
     {"simulate_report", "simulate_plots", "tune", "estimate"},
     {"simulate_commands"},
     {"tune_commands"},
     {"plan", "engine"},
     {"session", "verify", "doctor", "record", "live"},
     {"chat"},
-    {"trace_commands"},
-    {"simulate_options"},
+    {"trace_commands", "stage_commands"},
+    {"simulate_options", "stage_options"},
     {"cli"},
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
