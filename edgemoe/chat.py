@@ -19,6 +19,7 @@ from edgemoe.session import ContextFull, Reply, Session
 HELP = """/help          this list
 /clear         forget the conversation
 /stats         what the replies so far cost
+/stages        the stages of the last text, with --stages or --policy stage
 /save FILE     write the conversation to FILE (JSON)
 /exit          leave (Ctrl-D does too)
 Ctrl-C stops an answer. \"\"\" on a line of its own begins and ends a text of several lines."""
@@ -68,6 +69,7 @@ def open_model(options, **further) -> tuple[Llama, Estimate | None]:
         ram=in_ram.budget_bytes or "mapped",
         ram_policy=options.ram_policy,
         read_ahead=options.read_ahead,
+        stages=getattr(options, "stages", None),
         **further,
     )
     note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0, llm.ram_plan))
@@ -157,6 +159,7 @@ def _answer(session: Session, text: str, options) -> None:
 
 def _show(session: Session, pieces, options) -> Reply:
     """Prints an answer as it comes, then why it stopped and what it cost."""
+    session.llm.on_stage(None if options.json or not getattr(options, "stages", None) else _mark_stage)
     try:
         with live.prompt_bar(session.llm), live.watched(session.llm, options.stats_live) as update:
             _print_pieces(pieces, options.json, update)
@@ -173,6 +176,10 @@ def _show(session: Session, pieces, options) -> Reply:
     if reply.experts.get("n_decode_accesses") and session.llm.cache_info()["misses"] == "off":
         note(f"[the slots are left alone: computing everything on the CPU was faster than with {session.llm.cache_plan.device}; --misses cpu uses them all the same]")
     return reply
+
+
+def _mark_stage(stage) -> None:
+    note(f"\n| stage {stage.number}: {stage.name}" + (f", {stage.moved} experts moved" if stage.moved else ""))
 
 
 def _print_pieces(pieces, quiet: bool, update) -> None:
@@ -206,6 +213,8 @@ def _command(session: Session, text: str) -> bool:
         note("(forgotten)")
     elif name == "/stats":
         note(_statistics(session))
+    elif name == "/stages":
+        note(_stage_table(session.llm))
     elif name == "/save":
         _save(session, argument.strip())
     else:
@@ -241,6 +250,17 @@ def _ram_lines(session: Session, total: dict[str, int]) -> list[str]:
     if session.expected and seconds:
         lines.insert(0, f"expected {speed(session.expected.tokens_per_s)} ({session.expected.bound}), measured {speed(n_tokens / seconds)} over {n_tokens} tokens")
     return lines + tiers.table(total, n_tokens)
+
+
+def _stage_table(llm: Llama) -> str:
+    stages = llm.stages()
+    if not stages:
+        return "stages are not looked for: --stages, or --policy stage"
+    lines = [f"{'stage':>5} {'at token':>8} {'tokens':>7} {'hit %':>6} {'moved':>6}  begins with"]
+    for s in stages:
+        hit = f"{100 * s.hits / s.accesses:.1f}" if s.accesses else "-"
+        lines.append(f"{s.number:>5} {s.token:>8} {s.n_tokens:>7} {hit:>6} {s.moved:>6}  {s.name}")
+    return "\n".join(lines)
 
 
 def _slot_table(llm: Llama) -> list[str]:

@@ -110,6 +110,10 @@ def _add_ram_options(group) -> None:
 
 
 def _add_live_option(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--stages", nargs="?", const="thinking", choices=("thinking", "everywhere"),
+        help="mark where a cue begins a new stage of the reasoning: between the model's thinking tags, or everywhere (--policy stage moves experts there)",
+    )
     sub.add_argument("--stats-live", action="store_true", help="while an answer comes, show tokens/s, hits and what is read from disk in the last line of the terminal")
 
 

@@ -18,13 +18,15 @@ import llama_cpp
 from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from edgemoe import _native, machine
+from edgemoe import _native, cue_sets, machine
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
-from edgemoe.policies import DEFAULT, Policy, policy as read_policy
+from edgemoe.policies import DEFAULT, Policy, name_of, policy as read_policy
 from edgemoe.ram_plan import plan_ram
+from edgemoe.stage import Automaton
+from edgemoe.stage_tracker import Stage, StageTracker
 from edgemoe.tokenizer import WholePieceTokenizer
 
 # llama_cpp takes warnings (level 3 of ggml) for errors and prints them even when it is told to be quiet.
@@ -38,6 +40,7 @@ _init_from_model = C.llama_init_from_model
 
 
 ON_DEVICE, IN_RAM = 0, 1  # enum edgemoe_tier
+STAGE_COUNTERS = ("n_decode_accesses", "n_ram_accesses"), ("n_decode_hits", "n_ram_hits"), ("n_proactive", "n_ram_proactive")
 DECODE, PROMPT = 0, 1  # enum edgemoe_phase
 
 
@@ -123,6 +126,7 @@ class _Experts:
         self.tap: bool | None = None  # None: where we compute the experts
         self.policies: list[Policy] = []  # of the slots on a device and in RAM; their score functions are called while the model is open
         self.has_ram = False  # experts are in slots in RAM, not mapped
+        self.stages: StageTracker | None = None
         self.process = os.getpid()
         self._ffi, self._lib = _native.load()
         self.source = Source(path, check_blobs=False)
@@ -201,14 +205,17 @@ class _Experts:
 
     def begin_sequence(self) -> None:
         """A new text: policies forget what belongs to the last one."""
+        if self.stages:
+            self.stages.begin()
         if self.policies and self.handle:
             self._lib.edgemoe_model_begin_sequence(self.handle)
 
     def announce(self, batch) -> None:
         """What the policy may want to know of a llama_batch that is about to be computed."""
-        if self.policies and self.handle and self._lib.edgemoe_model_wants_tokens(self.handle):
-            n = batch.n_tokens if batch.token else 0
-            self._lib.edgemoe_model_announce(self.handle, self._ffi.new("int32_t[]", batch.token[:n]), n, -1)
+        tokens = batch.token[: batch.n_tokens] if batch.token else []
+        stage = self.stages.before(tokens) if self.stages else -1
+        if self.policies and self.handle and (self.stages or self._lib.edgemoe_model_wants_tokens(self.handle)):
+            self._lib.edgemoe_model_announce(self.handle, self._ffi.new("int32_t[]", tokens), len(tokens), stage)
 
     def _read(self, function, struct: str, *arguments) -> dict:
         """What a getter of the library fills in, by name."""
@@ -302,6 +309,8 @@ class _GuardedContext(internals.LlamaContext):
         self.experts.announce(batch.batch)
         with self.listener.batch(batch.batch) if self.listener else nullcontext(), self._guarded():
             super().decode(batch)
+        if self.experts.stages:
+            self.experts.stages.after()
 
     def encode(self, batch) -> None:
         with self._guarded():
@@ -362,6 +371,8 @@ class Llama(llama_cpp.Llama):
         n_gpu_layers and a real GPU, as many as fit beside the rest; otherwise none. cache_plan has what came of it.
     misses: what becomes of experts that are in no slot: "cpu" computes them in place, "load" loads them first, "auto" does what is faster in the steps that run.
     policy: which experts stay, as in edgemoe.policies ("placement:every=32", "lru"); by default what policies.DEFAULT says.
+    stages: where cues begin a stage of a reasoning text: "thinking" (between a model's thinking tags) or "everywhere". By default thinking where a policy goes by stages
+        ("stage"), which needs texts one at a time, and otherwise nowhere. stages() has what was found.
     tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
     cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, inline_loads, most_block_bytes, most_bytes.
     ram: bytes of expert slots in RAM; experts that are in none are read from the disk. "mapped": all experts are mapped, and share the page cache. By default ("auto")
@@ -389,6 +400,7 @@ class Llama(llama_cpp.Llama):
         ram_policy: str | None = None,
         read_ahead: str = "auto",
         ram_options: dict | None = None,
+        stages: str | None = None,
         tap: bool | None = None,
         **kwargs,
     ):
@@ -419,6 +431,12 @@ class Llama(llama_cpp.Llama):
         if type(self.tokenizer_) is LlamaTokenizer:
             self.tokenizer_ = WholePieceTokenizer(self)
         self._guard_context()
+        by_stages = any(name_of(p or "") == "stage" for p in (policy, ram_policy))
+        if stages or by_stages:
+            found = cue_sets.find(self.source)
+            self._experts.stages = StageTracker(
+                lambda tokens: self.detokenize(tokens, special=True), self._stage_counters, Automaton(found.cues) if found else None, stages or "thinking"
+            )
         if self.cache_plan.n_slots and not self._experts.all_on_device:
             further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging, "inline_loads": self._on_software} | (cache_options or {})
             self._open_cache(chosen, misses, further, may_shrink=slots is None)
@@ -513,6 +531,20 @@ class Llama(llama_cpp.Llama):
             return {}
         info = self._experts.ram_info()
         return info | {"disk_rate": 1e6 * info["bytes_read"] / info["busy_us"] if info["busy_us"] else 0.0}
+
+    def stages(self) -> list[Stage]:
+        """Of the text since the last reset; empty where stages are not looked for."""
+        return self._experts.stages.timeline() if self._experts.stages else []
+
+    def on_stage(self, heard) -> None:
+        """heard(Stage) is called when one has begun; None: no more."""
+        if self._experts.stages:
+            self._experts.stages.heard = heard
+
+    def _stage_counters(self) -> tuple[int, int, int]:
+        """Accesses, hits and loads that nobody waited for, of all slots there are; without slots of nothing."""
+        stats = self.expert_stats()
+        return tuple(sum(stats.get(name, 0) for name in names) for names in STAGE_COUNTERS)
 
     def wait_cache(self) -> None:
         """Returns when no expert is on its way to a slot."""

@@ -13,7 +13,7 @@ PYTHON = [
     {"_native", "npz", "arguments", "stage", "routing_shift"},
     {"trace", "package", "devices", "tokenizer", "probe", "policies", "tiers"},
     {"cache_plan", "disk_probe", "trace_import", "replay", "lossy", "recommendation", "fit", "annotate"},
-    {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate"},
+    {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate", "stage_tracker"},
     {"simulate_report", "simulate_plots", "tune", "estimate"},
     {"simulate_commands"},
     {"tune_commands"},
