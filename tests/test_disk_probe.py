@@ -107,15 +107,15 @@ def test_a_slow_disk_is_what_binds():
     hit = expected_hit(15 / 64)
     assert e.hit == hit and e.miss_bytes == pytest.approx((1 - hit) * 512 * MIB)
     assert e.disk_s == pytest.approx((1 - hit) * 8) and e.compute_s == pytest.approx(0.612 * 1000 / 1024 / 10, rel=0.001)
-    # Dense weights first (100 MiB at 10 GiB/s), then the disk; the experts in RAM are computed meanwhile.
-    assert 1 / e.tokens_per_s == pytest.approx(e.disk_s + 100 / 10240) and e.bound == "disk-bound"
-    assert 1 / e.random_tokens_per_s == pytest.approx(8 * (1 - 15 / 64) + 100 / 10240)
+    # One after the other: 612 MiB at 10 GiB/s, and the disk.
+    assert 1 / e.tokens_per_s == pytest.approx(e.disk_s + 612 / 10240) and e.bound == "disk-bound"
+    assert 1 / e.random_tokens_per_s == pytest.approx(8 * (1 - 15 / 64) + 612 / 10240)
     assert "disk-bound" in e.line() and "disk-bound" in e.report() and "random" in e.line()
 
 
 def test_a_fast_disk_is_not():
     e = estimate(plan(), Rates(1000 * GIB, GIB, True))
-    assert e.bound == "memory-bound" and 1 / e.tokens_per_s == pytest.approx(e.compute_s) and e.random_tokens_per_s == e.tokens_per_s
+    assert e.bound == "memory-bound" and 1 / e.tokens_per_s == pytest.approx(e.compute_s, rel=0.002) and e.random_tokens_per_s == pytest.approx(e.tokens_per_s, rel=0.002)
 
 
 @pytest.mark.parametrize("n, text", [(0.04567, "0.046"), (0.5, "0.5"), (9.96, "10"), (99.4, "99"), (99.6, "100"), (1234.5, "1234")])
