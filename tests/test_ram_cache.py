@@ -6,6 +6,8 @@ That every family gives llama.cpp's logits from the disk is tested in test_parit
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -334,6 +336,60 @@ def test_memory_as_a_file_system(models, packages, expected):
         llm.close()
     finally:
         shutil.rmtree(folder)
+
+
+WITHOUT_DIRECT_READS = """
+mount -t ramfs none "$1" && cp -r "$2" "$1/p.edgemoe" && exec "$3" -c '
+import sys
+import edgemoe
+llm = edgemoe.Llama(sys.argv[1], n_ctx=256, n_threads=2, verbose=False, logits_all=True, exact=True, ram=int(sys.argv[2]))
+llm.eval(list(range(3, 43)))
+for token in range(20):
+    llm.eval([token])
+print(llm.ram_info()["direct"], llm.ram_info()["n_reads"], llm.scores[59].sum())
+' "$1/p.edgemoe" "$4"
+"""
+
+
+def test_a_file_system_without_direct_reads(models, packages, tmp_path):
+    """ramfs has none: the reads go through the page cache, and the logits are the same."""
+    gguf, folder = models("qwen3moe", "Q4_K"), tmp_path / "ramfs"
+    folder.mkdir()
+    command = ["unshare", "-m", "sh", "-c", WITHOUT_DIRECT_READS, "sh", folder, packages(gguf), sys.executable, str(least_ram(gguf))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    if "permitted" in result.stderr or "denied" in result.stderr or "unshare" in result.stderr:
+        pytest.skip("this user may not mount a file system")
+    assert result.returncode == 0, result.stderr
+    direct, n_reads, total = result.stdout.split()
+    llm = open_model(gguf, exact=True)
+    llm.eval(list(range(3, 43)))
+    for token in range(20):
+        llm.eval([token])
+    assert direct == "False" and int(n_reads) > 50 and float(total) == llm.scores[59].sum() != 0
+    llm.close()
+
+
+ENDLESS = """
+import sys
+import edgemoe
+llm = edgemoe.Llama(sys.argv[1], n_ctx=256, n_threads=2, verbose=False, ram=int(sys.argv[2]))
+print("begun", flush=True)
+while True:
+    llm.reset()
+    llm.eval(list(range(3, 203)))
+"""
+
+
+def test_two_processes_and_one_is_killed_while_it_reads(models, packages, expected, tmp_path):
+    gguf = models("qwen3moe", "Q4_K")
+    package = packages(gguf)
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, package, str(least_ram(gguf))], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as other:
+        assert other.stdout.readline() == "begun\n"
+        llm = open_model(package, ram=least_ram(gguf))
+        np.testing.assert_array_equal(logits(llm), expected(gguf))
+        other.kill()
+    check(llm, expected(gguf))
+    llm.close()
 
 
 def test_two_models_and_two_threads(models, packages, expected):
