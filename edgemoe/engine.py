@@ -212,9 +212,11 @@ class _Experts:
 
     def announce(self, batch) -> None:
         """What the policy may want to know of a llama_batch that is about to be computed."""
+        if not self.handle:
+            return
         tokens = batch.token[: batch.n_tokens] if batch.token else []
         stage = self.stages.before(tokens) if self.stages else -1
-        if self.policies and self.handle and (self.stages or self._lib.edgemoe_model_wants_tokens(self.handle)):
+        if self.policies and (self.stages or self._lib.edgemoe_model_wants_tokens(self.handle)):
             self._lib.edgemoe_model_announce(self.handle, self._ffi.new("int32_t[]", tokens), len(tokens), stage)
 
     def _read(self, function, struct: str, *arguments) -> dict:

@@ -242,6 +242,23 @@ def test_beneath_slots_on_a_device(misses, models, expected):
     llm.close()
 
 
+@pytest.mark.parametrize("slots, misses", [(4, "cpu"), (6, "load")])
+def test_beneath_slots_on_a_device_with_kernels(slots, misses, small_demo):
+    """What is on the device is the same whether experts are mapped or in RAM and on the disk, when each load is done at once; then so are the bits."""
+    def run(ram):
+        llm = open_model(small_demo, ram=ram, device="CPU", slots=slots, misses=misses, cache_options={"inline_loads": True})
+        tokens = llm.tokenize(b"The sky is blue because the light of the sun is scattered by the air, and")
+        llm.eval(tokens[:8])
+        for token in tokens[8:]:
+            llm.eval([token])
+        assert ram == "mapped" or llm.ram_info()["n_reads"] > 0
+        found = llm.scores[: llm.n_tokens].copy()
+        llm.close()
+        return found
+
+    np.testing.assert_array_equal(run(40_000_000), run("mapped"))
+
+
 # --- faults ---
 
 

@@ -448,14 +448,16 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
     if (status == GGML_STATUS_SUCCESS) {
         memory.clear();
         using in = graph_plan::experts;
-        in how = !has_experts ? in::fused : of.ram ? in::all_in_blocks : of.cache ? in::in_blocks : in::fused;
+        // What a device computes comes back as rows, which ggml's nodes add up.
+        const in with_ram = of.cache ? in::all_in_blocks : in::all_weighed;
+        in how = !has_experts ? in::fused : of.ram ? with_ram : of.cache ? in::in_blocks : in::fused;
         if (has_experts && of.ram && !of.cache && one_event) {
             visit = std::make_unique<ram_visit>(*of.ram, event_of(first.weight->layer, checked_ids, first.weight->tensor->ne[2]));
             how = tier::all_there(visit->v) ? in::fused : how;   // as if they were mapped
             look_ahead(*of.ram, nodes, *first_product);
         }
         std::unique_ptr<graph_plan> plan(has_kernels || how != in::fused ? new graph_plan(nodes, weights_of, how, memory, n_threads) : nullptr);
-        if (how == in::all_in_blocks && plan->leaves_experts) {
+        if (of.ram && how != in::fused && plan->leaves_experts) {
             visit.reset();
             of.model->set_fault("llama.cpp's graph has a product of experts in a form that edgemoe does not know: run it with all experts mapped (--ram mapped)");
             return GGML_STATUS_FAILED;

@@ -67,6 +67,7 @@ struct planner {
     }
 
     bool is_made_here(const ggml_tensor * t) const { return is_made_by(nodes, t); }
+    bool leaves_none() const { return how == graph_plan::experts::all_in_blocks || how == graph_plan::experts::all_weighed; }   // no product of experts outside of blocks
 
     void add_step(std::unique_ptr<step> s) {
         plan.items.push_back({ nullptr, s.get(), nullptr });
@@ -115,7 +116,7 @@ void planner::run() {
             n = take_dense(i);
         } else if (node->op == GGML_OP_MUL_MAT_ID) {
             n = take_experts(i);
-            n = n || how == graph_plan::experts::all_in_blocks ? n : take_pairs(i);
+            n = n || leaves_none() ? n : take_pairs(i);
         }
         if (n == 0) {
             plan.leaves_experts = plan.leaves_experts || (node->op == GGML_OP_MUL_MAT_ID && expert_weight(node));
@@ -416,13 +417,13 @@ size_t planner::take_experts(size_t i) {
     auto found = std::make_unique<expert_block>();
     size_t end = find_block(i, *found);
     if (!end) {
-        if (how != graph_plan::experts::all_in_blocks || !find_product(i, *found)) {
+        if (!leaves_none() || !find_product(i, *found)) {
             return 0;
         }
         end = i;
     }
     const expert_block & b = *found;
-    if (how != graph_plan::experts::in_blocks && have_kernels(b) && !is_output(b.output)) {
+    if ((how == graph_plan::experts::fused || how == graph_plan::experts::all_weighed) && have_kernels(b) && !is_output(b.output)) {
         find_weighted_sum(end, *found);
     }
     if (how != graph_plan::experts::fused) {

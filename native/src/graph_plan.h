@@ -22,8 +22,9 @@ struct graph_plan {
     uint64_t          n_fused   = 0;       // whole experts
 
     // The ids of expert products must have been checked, and their data and the inputs of the split must be there: routings are sorted here.
-    // in_blocks: experts are left in blocks, where these are found; all_in_blocks: a product that belongs to none is one by itself.
-    enum class experts { fused, in_blocks, all_in_blocks };
+    // in_blocks: experts are left in blocks, where these are found; all_in_blocks: a product that belongs to none is one by itself; all_weighed: and what the graph does
+    // with a block's rows belongs to it, as it does to a fused one.
+    enum class experts { fused, in_blocks, all_in_blocks, all_weighed };
     graph_plan(const std::vector<ggml_tensor *> & nodes, weight_lookup weights_of, experts how, workspace & memory, int n_threads);
 
     // Some routed pairs of a block that have_kernels, from the inputs given with them. `rows`: [n_tokens, n_used, n_out], where theirs go to; NULL: where the block has them.
