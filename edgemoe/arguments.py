@@ -1,10 +1,13 @@
-"""Types of command-line options: text in, value out, or a message that says what was wanted."""
+"""Types of command-line options: text in, value out, or a message that says what was wanted; and the text of a file that one names."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
+from pathlib import Path
 
+from edgemoe.errors import TraceError
 from edgemoe.machine import parse_bytes
 
 RATE_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -46,3 +49,13 @@ def rate(text: str) -> float:
     if not match or match[2] not in RATE_UNITS or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text}: wanted a rate above 0 such as 16GB/s")
     return float(match[1]) * RATE_UNITS[match[2]]
+
+
+def read_text(path: str) -> str:
+    """UTF-8; - is standard input. Raises TraceError."""
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise TraceError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise TraceError(f"{path}: not UTF-8 at byte {e.start}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from edgemoe import __version__, annotate, calibrate, cue_sets, simulate, tune
+from edgemoe.arguments import read_text
 from edgemoe.chat import note
 from edgemoe.cue_sets import CueSet
 from edgemoe.engine import Llama
@@ -144,12 +144,7 @@ def _calibrated(trace: Trace, pieces: list[list[str]], wanted, limits: calibrate
 
 def read_texts(path: str, limit: int | None) -> list[str]:
     """JSON lines with a text each (a field of TEXT_FIELDS), or one plain text. Raises TraceError."""
-    try:
-        said = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except OSError as e:
-        raise TraceError(f"{path}: {e.strerror}") from None
-    except UnicodeDecodeError as e:
-        raise TraceError(f"{path}: not UTF-8 at byte {e.start}") from None
+    said = read_text(path)
     if not said.strip():
         raise TraceError(f"{path}: found no text")
     if not said.lstrip().startswith("{"):

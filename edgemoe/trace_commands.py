@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from edgemoe import __version__
+from edgemoe.arguments import read_text
 from edgemoe.chat import note, open_session
 from edgemoe.errors import TraceError
 from edgemoe.record import Recorder
@@ -26,12 +27,7 @@ LONGEST_NAME = 80  # of what a trace keeps of a prompt
 
 def read_prompts(path: str, limit: int | None) -> list[str]:
     """Raises TraceError. Lines of JSON are objects with one of FIELDS; a file whose first line is no object is text."""
-    try:
-        lines = (sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")).splitlines()
-    except OSError as e:
-        raise TraceError(f"{path}: {e.strerror}") from None
-    except UnicodeDecodeError as e:
-        raise TraceError(f"{path}: not UTF-8 at byte {e.start}") from None
+    lines = read_text(path).splitlines()
     numbered = [(n, line.strip()) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise TraceError(f"{path}: found no prompts")

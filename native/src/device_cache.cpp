@@ -36,9 +36,6 @@ static tier_options with_staging(tier_options options, int32_t n_staging) {
 device_cache::device_cache(const source & s, const store & from, ram_cache * ram, const cache_options & options)
     : slots(s, device_named(options.device), options.slots.n_slots, options.slots.n_staging, options.most_block_bytes, options.most_bytes), s(s), from(from), ram(ram),
       fail_every(options.fail_every), experts(layers_of(s), with_staging(options.slots, slots.n_staging()), this) {
-    if (experts.needs_future()) {
-        throw std::invalid_argument("policy " + options.slots.policy + " knows the future, which only a simulation does");
-    }
     if (options.poison) {
         slots.fill(0xff);
     }

@@ -51,10 +51,6 @@ bool executor::begins_event(const owned & w) {
     return true;
 }
 
-static int32_t id_at(const ggml_tensor * ids, int64_t token, int64_t k) {
-    return *(const int32_t *) ((const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) k * ids->nb[0]);
-}
-
 // False when an id names no expert (ggml's release builds would read and write outside of their arrays).
 bool executor::check_ids(const ggml_tensor * ids, const owned & w, bool counts_as_event) {
     const int64_t n_expert = w.weight->tensor->ne[2];

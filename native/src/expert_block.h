@@ -11,6 +11,11 @@
 
 namespace edgemoe {
 
+// Of [n_used, n_tokens], which may be a strided view.
+inline int32_t id_at(const ggml_tensor * ids, int64_t token, int64_t k) {
+    return *(const int32_t *) ((const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) k * ids->nb[0]);
+}
+
 struct expert_block {
     // Rows [offset, offset + n_hidden) of a product with x; a fused gate_up tensor is two of these.
     struct product { const owned_tensor * weight; int64_t offset; };
@@ -35,9 +40,7 @@ struct expert_block {
     int64_t n_in()       const { return x->ne[0]; }
     int64_t n_out()      const { return output->ne[0]; }
     size_t  layer()      const { return down->layer; }
-    int32_t expert_of(int64_t token, int64_t k) const {
-        return *(const int32_t *) ((const char *) ids->data + (size_t) token * ids->nb[1] + (size_t) k * ids->nb[0]);
-    }
+    int32_t expert_of(int64_t token, int64_t k) const { return id_at(ids, token, k); }
     const float * x_row(int64_t token, int64_t k) const {
         return (const float *) ((const char *) x->data + (x_per_pair() ? (size_t) k * x->nb[1] : 0) + (size_t) token * x->nb[2]);
     }

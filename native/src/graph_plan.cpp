@@ -187,9 +187,7 @@ const routing & planner::sorted(std::vector<routing::pair> pairs, const ggml_ten
     routing & r = *plan.routings.back();
     r.n_used   = ids->ne[0];
     r.n_tokens = ids->ne[1];
-    const auto id_of = [&](const routing::pair & p) {
-        return *(const int32_t *) ((const char *) ids->data + (size_t) p.token * ids->nb[1] + (size_t) p.k * ids->nb[0]);
-    };
+    const auto id_of = [&](const routing::pair & p) { return id_at(ids, p.token, p.k); };
     std::vector<int32_t> count((size_t) n_expert, 0), place((size_t) n_expert, 0);
     for (const routing::pair & p : pairs) {
         count[(size_t) id_of(p)]++;

@@ -29,9 +29,6 @@ ram_cache::ram_cache(const source & s, store & from, expert_memory & memory, con
             layouts.back().down = l.projections[p].name.find("ffn_down_exps") != std::string::npos ? p : layouts.back().down;
         }
     }
-    if (experts.needs_future()) {
-        throw std::invalid_argument("policy " + o.slots.policy + " knows the future, which only a simulation does");
-    }
 }
 
 tier_options ram_cache::tier_options_of(const source & s, const ram_options & o) {

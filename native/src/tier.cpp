@@ -4,6 +4,7 @@
 #include <cassert>
 #include <chrono>
 #include <numeric>
+#include <stdexcept>
 
 namespace edgemoe {
 
@@ -51,6 +52,9 @@ tier::tier(std::vector<tier_layer> infos, const tier_options & options, carrier 
     }
     for (const tier_layer & info : infos) {
         layers.push_back({ info, {}, {}, {} });
+    }
+    if (carries && by->needs_future()) {
+        throw std::invalid_argument("policy " + options.policy + " knows the future, which only a simulation does");
     }
     if (carries && !options.inline_loads) {
         moving = std::make_unique<loader>(options.ways, [this](const transfer & t) { return timed_carry(t); }, [this](const transfer & t, bool loaded) { finished(t, loaded); });
