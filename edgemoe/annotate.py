@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from edgemoe.errors import TraceError
-from edgemoe.routing_shift import ShiftDetector, ShiftOptions, scores, threshold
+from edgemoe.routing_shift import SHIFT, ShiftDetector, ShiftOptions, scores, threshold
 from edgemoe.stage import CLOSE, OPEN, TAGS, Automaton, boundaries, opens_thinking
 from edgemoe.trace import NO_STAGE, PROMPT, Sequence, Trace
 
-SHIFT = "shift"
 UNKNOWN_PIECE = "\ufffd"
 
 

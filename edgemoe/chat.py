@@ -70,6 +70,7 @@ def open_model(options, **further) -> tuple[Llama, Estimate | None]:
         ram_policy=options.ram_policy,
         read_ahead=options.read_ahead,
         stages=getattr(options, "stages", None),
+        stage_by=getattr(options, "stage_by", "cues"),
         **further,
     )
     note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0, llm.ram_plan))

@@ -114,6 +114,10 @@ def _add_live_option(sub: argparse.ArgumentParser) -> None:
         "--stages", nargs="?", const="thinking", choices=("thinking", "everywhere"),
         help="mark where a cue begins a new stage of the reasoning: between the model's thinking tags, or everywhere (--policy stage moves experts there)",
     )
+    sub.add_argument(
+        "--stage-by", choices=("cues", "shift", "both"), default="cues",
+        help="what begins a stage: cues in the text, a shift of the routing (after edgemoe calibrate), or both (default %(default)s)",
+    )
     sub.add_argument("--stats-live", action="store_true", help="while an answer comes, show tokens/s, hits and what is read from disk in the last line of the terminal")
 
 
@@ -125,7 +129,10 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling (default %(default)s)")
     sub.add_argument("--seed", type=int, metavar="N", help="make the answer repeatable")
     sub.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the physical cores this process may use)")
-    sub.add_argument("--exact", action="store_true", help="compute with llama.cpp's own kernels only: slower, bit-identical output")
+    sub.add_argument(
+        "--exact", "--no-repack", action="store_true",
+        help="compute with llama.cpp's own kernels only, on weights as they lie: slower, bit-identical output (--no-repack: its name in the ablation of SAEM)",
+    )
     sub.add_argument("--gpu-layers", type=int, metavar="N", help="layers whose dense part goes to the GPU (default: all when there is a GPU; -1 all, 0 none)")
     sub.add_argument("--chat-format", metavar="NAME", help="chat format for a model without a template, as in llama-cpp-python: chatml, llama-3, ...")
     sub.add_argument("--verbose", action="store_true", help="show llama.cpp's log")

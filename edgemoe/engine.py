@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 
 import jinja2
 import llama_cpp
+import numpy as np
 from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
@@ -25,6 +26,7 @@ from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
 from edgemoe.policies import DEFAULT, Policy, name_of, policy as read_policy
 from edgemoe.ram_plan import plan_ram
+from edgemoe.routing_shift import ShiftDetector, ShiftOptions
 from edgemoe.stage import Automaton
 from edgemoe.stage_tracker import Stage, StageTracker
 from edgemoe.tokenizer import WholePieceTokenizer
@@ -42,6 +44,8 @@ _init_from_model = C.llama_init_from_model
 ON_DEVICE, IN_RAM = 0, 1  # enum edgemoe_tier
 STAGE_COUNTERS = ("n_decode_accesses", "n_ram_accesses"), ("n_decode_hits", "n_ram_hits"), ("n_proactive", "n_ram_proactive")
 DECODE, PROMPT = 0, 1  # enum edgemoe_phase
+BY_STAGES = ("stage", "stage+lru", "oracle")  # policies that have to be told
+STAGES_BY = ("cues", "shift", "both")
 
 
 class _BufferOverride(ctypes.Structure):
@@ -125,6 +129,7 @@ class _Experts:
         self.all_on_device = False  # nothing is left for us to do: llama.cpp takes the experts too
         self.tap: bool | None = None  # None: where we compute the experts
         self.policies: list[Policy] = []  # of the slots on a device and in RAM; their score functions are called while the model is open
+        self.n_seq_max = 1
         self.has_ram = False  # experts are in slots in RAM, not mapped
         self.stages: StageTracker | None = None
         self.process = os.getpid()
@@ -165,9 +170,13 @@ class _Experts:
         """A copy of the context's parameters, with our ear at the routers: llama_cpp uses its own for further contexts, which must stay deaf."""
         if self.tap is None:
             self.tap = self.source.kind != "dense" and not self.all_on_device
-        if not self.tap:
+        if not self.tap and self.n_seq_max == 1:
             return params
         ours = type(params).from_buffer_copy(params)
+        if self.n_seq_max > 1:
+            ours.n_seq_max, ours.kv_unified = self.n_seq_max, True
+        if not self.tap:
+            return ours
         ours.cb_eval = type(params.cb_eval)(_native.address("edgemoe_model_eval"))
         ours.cb_eval_user_data = _native.number(self.handle)
         return ours
@@ -215,7 +224,7 @@ class _Experts:
         if not self.handle:
             return
         tokens = batch.token[: batch.n_tokens] if batch.token else []
-        stage = self.stages.before(tokens) if self.stages else -1
+        stage = self.stages.before(tokens, _sequences_of(batch), batch.pos[: len(tokens)] if batch.pos else None) if self.stages else -1
         if self.policies and (self.stages or self._lib.edgemoe_model_wants_tokens(self.handle)):
             self._lib.edgemoe_model_announce(self.handle, self._ffi.new("int32_t[]", tokens), len(tokens), stage)
 
@@ -243,6 +252,12 @@ class _Experts:
     def access_counts(self, tier: int, phase: int) -> list[dict[str, int]]:
         """Per layer."""
         return [self._read(self._lib.edgemoe_model_get_access_counts, "edgemoe_access_counts", tier, phase, i) for i in range(len(self.source.layers))]
+
+    def uses(self, tier: int, index: int) -> np.ndarray:
+        """int64 [n_expert]: decoded tokens that used each."""
+        found = np.zeros(self.source.layers[index].n_expert, np.uint64)
+        self._lib.edgemoe_model_get_uses(self.handle, tier, index, self._ffi.from_buffer("uint64_t[]", found))
+        return found.astype(np.int64)
 
     def residents(self, tier: int, index: int) -> list[int]:
         experts = self._ffi.new("int32_t[]", self.source.layers[index].n_expert)
@@ -296,6 +311,11 @@ def _explained(path: str, reasons: list[str]):
         raise ModelError(f"{path}: llama.cpp cannot load it: {reason}") from None
     except jinja2.TemplateError as e:
         raise ModelError(f"{path}: its chat template is broken: {e}") from None
+
+
+def _sequences_of(batch) -> list[int] | None:
+    """Of each token the sequence, the first of those it belongs to; None: the batch does not say."""
+    return [batch.seq_id[i][0] for i in range(batch.n_tokens)] if batch.seq_id else None
 
 
 def _summed(counts: list[dict[str, int]]) -> dict[str, int]:
@@ -374,7 +394,9 @@ class Llama(llama_cpp.Llama):
     misses: what becomes of experts that are in no slot: "cpu" computes them in place, "load" loads them first, "auto" does what is faster in the steps that run.
     policy: which experts stay, as in edgemoe.policies ("placement:every=32", "lru"); by default what policies.DEFAULT says.
     stages: where cues begin a stage of a reasoning text: "thinking" (between a model's thinking tags) or "everywhere". By default thinking where a policy goes by stages
-        ("stage"), which needs texts one at a time, and otherwise nowhere. stages() has what was found.
+        ("stage", "stage+lru"), and otherwise nowhere. stages() has what was found.
+    stage_by: what begins a stage: "cues", "shift" (the experts in use change, which needs slots, and a threshold from `edgemoe calibrate`) or "both".
+    n_seq_max: sequences that a batch may have tokens of, for callers that make batches of their own.
     tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
     cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, inline_loads, most_block_bytes, most_bytes.
     ram: bytes of expert slots in RAM; experts that are in none are read from the disk. "mapped": all experts are mapped, and share the page cache. By default ("auto")
@@ -403,6 +425,8 @@ class Llama(llama_cpp.Llama):
         read_ahead: str = "auto",
         ram_options: dict | None = None,
         stages: str | None = None,
+        stage_by: str = "cues",
+        n_seq_max: int = 1,
         tap: bool | None = None,
         **kwargs,
     ):
@@ -427,21 +451,37 @@ class Llama(llama_cpp.Llama):
         self._on_software = any(d.name == self.cache_plan.device and d.is_software for d in devices())
         if self._on_software:
             kwargs.setdefault("op_offload", False)
-        self._experts.tap = tap
+        self._experts.tap, self._experts.n_seq_max = tap, n_seq_max
         with _announced(self._experts) as reasons, _explained(path, reasons):
             super().__init__(path, *args, **kwargs)
         if type(self.tokenizer_) is LlamaTokenizer:
             self.tokenizer_ = WholePieceTokenizer(self)
         self._guard_context()
-        by_stages = any(name_of(p or "") == "stage" for p in (policy, ram_policy))
-        if stages or by_stages:
-            found = cue_sets.find(self.source)
-            self._experts.stages = StageTracker(
-                lambda tokens: self.detokenize(tokens, special=True), self._stage_counters, Automaton(found.cues) if found else None, stages or "thinking"
-            )
         if self.cache_plan.n_slots and not self._experts.all_on_device:
             further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging, "inline_loads": self._on_software} | (cache_options or {})
             self._open_cache(chosen, misses, further, may_shrink=slots is None)
+        if stages or stage_by != "cues" or any(name_of(p or "") in BY_STAGES for p in (policy, ram_policy)):
+            self._experts.stages = self._track_stages(stages or "thinking", stage_by)
+
+    def _track_stages(self, where: str, by: str) -> StageTracker:
+        """Raises ModelError."""
+        if by not in STAGES_BY:
+            raise ModelError(f"stage_by: found {by!r}, wanted one of {', '.join(STAGES_BY)}")
+        found = cue_sets.find(self.source)
+        shift = uses = None
+        if by != "cues":
+            if not self._has_slots:
+                raise ModelError(f"{self.model_path}: stages by shift of the routing: all experts are mapped, and no slots count what is used; give slots or ram")
+            if found is None or found.shift_threshold is None:
+                raise ModelError(f"{self.model_path}: stages by shift of the routing: no threshold is known; `edgemoe calibrate` finds it")
+            tier = ON_DEVICE if self._has_cache else IN_RAM
+            n_expert = [layer.n_expert for layer in self.source.layers]
+            if len(set(n_expert)) > 1:
+                raise ModelError(f"{self.model_path}: stages by shift of the routing: layers of {min(n_expert)} to {max(n_expert)} experts, wanted as many in each")
+            shift = ShiftDetector(len(n_expert), n_expert[0], ShiftOptions(threshold=found.shift_threshold))
+            uses = lambda: np.stack([self._experts.uses(tier, i) for i in shift.layers])  # noqa: E731
+        automaton = Automaton(found.cues) if found else None
+        return StageTracker(lambda tokens: self.detokenize(tokens, special=True), self._stage_counters, automaton, where, by, shift, uses)
 
     def _fits_all_by_itself(self, slots: int | None) -> bool:
         """When every expert fits beside the dense weights, llama.cpp alone is fastest. A package's experts can only come through us."""
@@ -534,9 +574,9 @@ class Llama(llama_cpp.Llama):
         info = self._experts.ram_info()
         return info | {"disk_rate": 1e6 * info["bytes_read"] / info["busy_us"] if info["busy_us"] else 0.0}
 
-    def stages(self) -> list[Stage]:
-        """Of the text since the last reset; empty where stages are not looked for."""
-        return self._experts.stages.timeline() if self._experts.stages else []
+    def stages(self, sequence: int = 0) -> list[Stage]:
+        """Of the sequence's text since the last reset; empty where stages are not looked for."""
+        return self._experts.stages.timeline(sequence) if self._experts.stages else []
 
     def on_stage(self, heard) -> None:
         """heard(Stage) is called when one has begun; None: no more."""

@@ -36,6 +36,7 @@ LEARNED = {
     "finemoe": ("maps", "map_tokens"),
     "moe-infinity": ("sequences",),
 }
+USEFUL = {"oracle": ("coming",)}  # tables that a policy can do without; an engine's oracle has to be told
 # What learned heads say, by the array of a trace that has it, serves these policies instead of a table.
 HEADS = {"temporal": "head_t", "spatial": "head_s"}
 BY_HEADS = ("temporal", "spatio-temporal", "spatio")
@@ -170,7 +171,7 @@ def policy(text: str, learned: dict[str, np.ndarray] | None = None, heads: tuple
     native = ":".join(filter(None, [name, ",".join(p for p in parameters if not p.startswith("fit="))]))
     if files:
         learned = load_learned(files[0])
-    needed = LEARNED.get(name, ())
+    needed = LEARNED.get(name, ()) + USEFUL.get(name, ())
     missing = lacks(name, learned, heads)
     if missing:
         raise PolicyError(f"policy {text}: it has to learn first ({', '.join(missing)}); simulate with --train, or add fit=FILE.npz, which --save-fit writes")

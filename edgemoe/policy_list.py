@@ -7,6 +7,12 @@ import textwrap
 from edgemoe import lossy, policies
 
 ROUTER_PAPER, SAEM = "Cache-Aware Router paper", "SAEM"
+STAGE = {
+    "decay": "of the score so far",
+    "bonus": "of residents, in tokens",
+    "most": "experts that a boundary brings in, of all layers, the most valuable first; 0: no limit",
+    "longest": "tokens after which a stage ends in any case; 0: never",
+}
 ABOUT = {  # name: (what it is, its parameters, source)
     "lru": ("keeps what was used last", {}, "textbook"),
     "lfu": ("keeps what most tokens of the sequence used", {}, "textbook"),
@@ -23,7 +29,8 @@ ABOUT = {  # name: (what it is, its parameters, source)
         {"every": "tokens between two choices", "decay": "of the score so far", "bonus": "of residents, in tokens", "early": "tokens until the first choice; 0: every"},
         "control of " + SAEM,
     ),
-    "stage": ("a set chosen at each boundary between stages, by what the finished one used", {"decay": "of the score so far", "bonus": "of residents, in tokens"}, SAEM),
+    "stage": ("a set chosen at each boundary between stages, by what the finished one used", STAGE, SAEM),
+    "stage+lru": ("the same at boundaries, and LRU between them", STAGE, SAEM),
     "oracle": ("the set that the coming stage will use most", {}, SAEM),
     "foresight": ("the set that the coming tokens will use most", {"every": "tokens between two choices"}, "perfect placement"),
     "static": ("the set that the training text used most, from the first token on", {}, "pinned experts"),

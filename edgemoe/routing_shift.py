@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST_LAYERS = 8
+SHIFT = "shift"  # the kind of boundary
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class ShiftDetector:
         self.options = options
         self.layers = np.unique(np.linspace(0, n_layers - 1, min(n_layers, options.most_layers)).astype(int))
         self._rows = np.arange(len(self.layers))[:, None]
-        self._short, self._long = (np.zeros((len(self.layers), n_expert + 1), np.float32) for _ in range(2))
+        self._short, self._long = (np.zeros((len(self.layers), n_expert), np.float32) for _ in range(2))
         self._fade = [np.float32(1 - 1 / max(1, n)) for n in (options.short, options.long)]
         self.n_expert = n_expert
         self.clear()
@@ -47,16 +48,20 @@ class ShiftDetector:
     def feed(self, ids: np.ndarray, probs: np.ndarray | None = None) -> bool:
         """ids [layers, used] of one token; n_expert or more is no expert. probs likewise: what each choice weighs (default: all the same). True: a stage has ended with this
         token."""
-        chosen = np.minimum(ids[self.layers], self.n_expert)  # the last column is for what is absent
-        weight = np.float32(1) if probs is None else probs[self.layers]
+        counts = np.zeros((len(self.layers), self.n_expert + 1), np.float32)  # the last column is for what is absent
+        counts[self._rows, np.minimum(ids[self.layers], self.n_expert)] = 1 if probs is None else probs[self.layers]
+        return self.feed_counts(counts[:, :-1])
+
+    def feed_counts(self, counts: np.ndarray) -> bool:
+        """The same of a step whose tokens may be of several sequences: how many used each expert, float32 [len(self.layers), n_expert]."""
         for window, fade in ((self._short, self._fade[0]), (self._long, self._fade[1])):
             window *= fade
-            window[self._rows, chosen] += weight
+            window += counts
         self.n_tokens += 1
         self.n_since += 1
         if self.n_tokens % self.options.every:
             return False
-        self.score = divergence(self._short[:, :-1], self._long[:, :-1])
+        self.score = divergence(self._short, self._long)
         if self.score <= self.options.threshold or self.n_since < self.options.min_stage:
             return False
         self._long[:] = self._short

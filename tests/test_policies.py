@@ -245,8 +245,56 @@ def test_stage_forgets_the_stage_in_which_a_sequence_ended():
     assert cache.play([{1}, {1}, {2}], stage=[0, 0, 1]) == {1}
 
 
-def test_reading_a_prompt_counts_with_its_stage():
-    assert Cache("stage", 1).play([{1}, {0}, {0}, {2}], n_tokens=[20, 1, 1, 1], stage=[0, 0, 0, 1]) == {1}
+def test_reading_a_prompt_is_a_stage():
+    # 1 comes in after it, whatever the stage is called; what comes then is counted anew, so that the prompt's many tokens do not outweigh it.
+    steps, how = [{0}, {1}, {0}, {0}, {2}], dict(n_tokens=[20, 20, 1, 1, 1], stage=[0, 0, 0, 0, 1])
+    assert after_each_of("stage", [{0}, {0, 1}, {2}], n_tokens=[1, 20, 1], stage=[0, 0, 0]) == [{0}, {0}, {0}]
+    assert Cache("stage", 1).play(steps, **how) == {0}
+    assert Cache("stage", 1).play([{0}, {1}, {1}, {3}], n_tokens=[1, 20, 20, 1], stage=[0] * 4) == {1}
+
+
+def after_each_of(policy, steps, n_slots=1, **arrays):
+    return [Cache(policy, n_slots).play(steps[: n + 1], **{k: v[: n + 1] for k, v in arrays.items()}) for n in range(len(steps))]
+
+
+def test_a_stage_that_is_too_long_is_parted():
+    # After two tokens, after three more than a boundary of its own, and never without the parameter.
+    steps = [{0}, {1}, {1}, {1}, {2}, {2}, {3}]
+    assert after_each_of("stage:longest=3", steps, stage=[0] * 7) == [{0}, {0}, {0}, {1}, {1}, {1}, {2}]
+    assert after_each_of("stage:longest=3", steps, stage=[0, 0, 1, 1, 1, 1, 1]) == [{0}, {0}, {0}, {0}, {0}, {1}, {1}]
+    assert Cache("stage", 1).play(steps, stage=[0] * 7) == {0}
+
+
+def test_the_most_valuable_come_first_and_a_limit_keeps_the_others_out():
+    # Two layers with a slot each. The first would win 2 tokens, the second 1.
+    steps = [({0}, {0}), ({0}, {0}), ({1}, {1}), ({1}, {1}), ({1}, {1}), ({1}, {2}), ({3}, {3})]
+    stages = [0, 0, 0, 0, 0, 0, 1]
+    assert Cache("stage", 1, n_layers=2).play(steps, stage=stages) == [{1}, {1}]
+    limited = Cache("stage:most=1", 1, n_layers=2)
+    assert limited.play(steps, stage=stages) == [{1}, {0}]
+    assert limited.count("P") == [3]   # two into empty slots, and one
+
+
+def test_stage_and_lru_between():
+    # Between boundaries the one used last is in; at a boundary the one that the stage used most, and it is not the first to go then.
+    steps = [{0}, {0}, {0}, {1}, {2}, {3}, {3}]
+    stages = [0, 0, 0, 0, 1, 1, 1]
+    assert after_each_of("stage+lru", steps, stage=stages) == [{0}, {0}, {0}, {1}, {2}, {3}, {3}]
+    cache = Cache("stage+lru", 1)
+    cache.play(steps, stage=stages)
+    assert cache.count("hits", "P") == [3, 5]   # at the boundary 0 came back, for the place that 1 had just taken
+    two = after_each_of("stage+lru", [{0}, {0}, {0}, {1}, {2}, {3}], 2, stage=[0, 0, 0, 0, 0, 1])
+    assert two == [{0}, {0}, {0}, {0, 1}, {1, 2}, {0, 3}]
+
+
+def test_an_oracle_that_was_told():
+    # Stage 0 will use 1 most, stage 1 will use 2, of stage 2 nothing is known.
+    cache = Cache("oracle", 1, learned={"coming": [[[1, 2, 0, 0]], [[0, 0, 3, 0]]]})
+    assert cache.play([{0}, {1}, {1}, {2}, {2}], stage=[0, 0, 0, 1, 1]) == {2}
+    assert cache.count("hits", "P") == [4, 2]
+    assert cache.play([{0}, {1}, {3}], stage=[0, 0, 2]) == {1}
+    with pytest.raises(PolicyError, match="made for another model"):
+        Cache("oracle", 1, learned={"coming": [[[1, 2, 0]]]})
 
 
 def test_reading_a_stage_that_is_not_known_is_no_boundary():

@@ -17,7 +17,7 @@ from edgemoe.replay import ABSENT, DECODE, FIELDS, PROMPT, Replay
 FORCED = ["lru", "lfu", "lrfu", "lrfu:lambda=0.1", "frequency:halve=20", "least-stale:ahead=0", "temporal"]
 WITHOUT_PREFETCH = [*FORCED, "frequency:strict=1", "frequency:halve=20,strict=1"]
 BELADYS = ["belady", "belady:force=0"]
-ALL = [*WITHOUT_PREFETCH, *BELADYS, "placement:every=3,early=1", "stage", "oracle", "foresight:every=3", "static", "least-stale", "spatio-temporal:R=2", "spatio", "promoe",
+ALL = [*WITHOUT_PREFETCH, *BELADYS, "placement:every=3,early=1", "stage", "stage:most=2,longest=5", "stage+lru", "oracle", "foresight:every=3", "static", "least-stale", "spatio-temporal:R=2", "spatio", "promoe",
        "mixtral-offloading", "st-moe", "step", "finemoe", "moe-infinity"]
 
 

@@ -177,7 +177,7 @@ static edgemoe_access_counts border(const access_counts & c) {
     return { c.n_events, c.n_accesses, c.n_hits, c.n_demand, c.n_computed, c.n_proactive, c.n_evicted, c.n_unused, c.n_failed, c.bytes_loaded, c.stall_us };
 }
 
-static int copy(const std::vector<int32_t> & from, int32_t * to) {
+template <typename T> static int copy(const std::vector<T> & from, T * to) {
     std::copy(from.begin(), from.end(), to);
     return (int) from.size();
 }
@@ -421,6 +421,10 @@ int edgemoe_model_get_access_counts(const edgemoe_model * model, int which, int 
 
 int edgemoe_model_get_residents(const edgemoe_model * model, int which, uint32_t layer, int32_t * experts) {
     return guarded([&] { return copy(tier_of(model, which, layer).residents(layer), experts); }, -1);
+}
+
+int edgemoe_model_get_uses(const edgemoe_model * model, int which, uint32_t layer, uint64_t * uses) {
+    return guarded([&] { return copy(tier_of(model, which, layer).uses(layer), uses); }, -1);
 }
 
 void edgemoe_model_wait_cache(edgemoe_model * model) {

@@ -23,6 +23,7 @@ struct pass {
     const int32_t * token_ids = nullptr;   // NULL: not known
     int64_t         n_tokens = 0;
     int32_t         stage = -1;            // of a reasoning text; -1: not known
+    bool            prompt = false;        // not what is decoded
 };
 
 // A sequence of which all is known, for policies that cheat. Steps are numbered from 0 in the order of begin_pass.

@@ -342,7 +342,7 @@ void tier::begin_sequence(const future * known) {
 // `v` has its layer, phase and event.
 void tier::begin_pass(const visit & v) {
     const bool known = announced.n_tokens == v.e.n_tokens;   // else it was said of another batch
-    by->begin_pass({ known ? announced.token_ids : nullptr, v.e.n_tokens, announced.stage }, wishes);
+    by->begin_pass({ known ? announced.token_ids : nullptr, v.e.n_tokens, announced.stage, v.when == phase::prompt }, wishes);
     grant(v.when);
     const auto now = clock::now();
     if (options.ahead != read_ahead::off && pass_decodes) {
@@ -699,6 +699,12 @@ std::vector<int32_t> tier::residents(size_t layer) const {
         }
     }
     return experts;
+}
+
+std::vector<uint64_t> tier::uses(size_t layer) const {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto begin = by->by.n_uses.begin();
+    return { begin + space.first[layer], begin + space.first[layer + 1] };
 }
 
 bool tier::hold(size_t layer, int32_t expert) {

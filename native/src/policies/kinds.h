@@ -29,8 +29,12 @@ inline void need_equal_layers(const expert_space & space, const std::string & na
 
 // use.cpp: by what was used, when and how often
 std::vector<policy_kind> use_policies();
-// placement.cpp: a set that is chosen anew now and then
+// placement.cpp: a set that is chosen anew now and then, or once
 std::vector<policy_kind> placement_policies();
+// stage.cpp: a set that is chosen where a reasoning takes another line
+std::vector<policy_kind> stage_policies();
+// foresight.cpp: a set that is chosen by what will be
+std::vector<policy_kind> foresight_policies();
 // prediction.cpp: by what the router says, and what is predicted from it
 std::vector<policy_kind> prediction_policies();
 // similar.cpp: by what similar tokens or sequences used

@@ -1,60 +1,11 @@
-// Policies that choose a set, keep it, and choose anew now and then. Where misses are computed in place, moving rarely keeps about the hit rate of LRU at a small part
-// of its traffic.
-#include "kinds.h"
+// A set that is chosen anew every so many tokens, and one that stays. Where misses are computed in place, moving rarely keeps about the hit rate of LRU at a small part of
+// its traffic.
+#include "chosen_set.h"
 
 #include <algorithm>
 #include <stdexcept>
 
 namespace edgemoe {
-
-// The set is chosen by counts. Between two choices nothing moves.
-struct chosen_set : policy {
-    chosen_set(const expert_space & space, const residency & in, double decay, double bonus)
-        : policy(space, in), decay(decay), bonus(bonus), recent((size_t) space.n_all(), 0.0), old((size_t) space.n_all(), 0.0) {}
-
-    void observe(const event & e) override {
-        policy::observe(e);
-        count(e, 1.0);
-    }
-
-    void observe_prompt(const event & e) override { observe(e); }
-
-    void count(const event & e, double weight) {
-        for (size_t i = 0; i < e.experts.size(); i++) {
-            recent[(size_t) e.experts[i]] += e.n_tokens_of[i] * weight;
-        }
-    }
-    bool admits_misses() const override { return false; }
-
-    void reset() override {
-        policy::reset();
-        std::fill(recent.begin(), recent.end(), 0.0);
-        std::fill(old.begin(), old.end(), 0.0);
-    }
-
-    // Of these keys the best come in, by what was counted.
-    void choose(size_t layer, int32_t first, int32_t end, std::vector<wish> & wishes) {
-        for (size_t i = (size_t) first; i < (size_t) end; i++) {
-            old[i]    = recent[i] + decay * old[i];
-            recent[i] = 0;
-            by.score[i] = old[i] + (in.present((int32_t) i) ? bonus : 0.0);
-        }
-        wishes.push_back({ wish::how::refine, layer, {}, &by, first, end, in.n_slots(layer) });
-    }
-
-    void choose_all(std::vector<wish> & wishes) {
-        if (space.shared) {
-            choose(0, 0, space.n_all(), wishes);
-            return;
-        }
-        for (size_t layer = 0; layer < space.n_layers(); layer++) {
-            choose(layer, space.first[layer], space.first[layer + 1], wishes);
-        }
-    }
-
-    double decay, bonus;
-    std::vector<double> recent, old;   // per key: counts since the last choice, and the score then
-};
 
 // Chosen anew every so many tokens: counts since the last choice, plus decay times the score so far, plus a bonus for residents. A new sequence starts with few counts,
 // so the first choices can come early: after `early` tokens, twice as many, and so on up to `every`. The defaults were chosen on traces of gpt-oss and DeepSeek-V2-Lite
@@ -107,64 +58,6 @@ struct placement : chosen_set {
     std::vector<int64_t> n_tokens, next;   // per layer: since the last choice; at the next one
 };
 
-// SAEM: at each boundary between stages the experts that most tokens of the finished stage used.
-struct stage : chosen_set {
-    stage(const expert_space & space, const residency & in, double decay, double bonus) : chosen_set(space, in, decay, bonus) {}
-
-    void begin_sequence(const future * known) override {
-        chosen_set::begin_sequence(known);
-        std::fill(recent.begin(), recent.end(), 0.0);   // what the last sequence ended with is no part of this one's first stage
-        current = -1;
-    }
-
-    void begin_pass(const pass & s, std::vector<wish> & wishes) override {
-        chosen_set::begin_pass(s, wishes);
-        if (s.stage != current && current >= 0) {
-            choose_all(wishes);
-        }
-        current = s.stage;
-    }
-
-    int32_t current = -1;
-};
-
-// With perfect knowledge of what the coming stage will use, or of the coming tokens.
-struct foresight : chosen_set {
-    foresight(const expert_space & space, const residency & in, int64_t every) : chosen_set(space, in, 0, 0), every(every) {}
-
-    void begin_sequence(const future * all) override {
-        chosen_set::begin_sequence(all);
-        known = all;
-        now   = -1;
-        until = 0;
-    }
-
-    void begin_pass(const pass & s, std::vector<wish> & wishes) override {
-        chosen_set::begin_pass(s, wishes);
-        if (!known) {
-            throw std::invalid_argument("policies oracle and foresight know the future, which only a simulation does");
-        }
-        if (++now < until) {
-            return;
-        }
-        until = now + 1;
-        while ((size_t) until < known->n_passes && (every > 0 ? until < now + every : known->stage[(size_t) until] == known->stage[(size_t) now])) {
-            until++;
-        }
-        for (size_t key = 0; key < known->passes_of.size(); key++) {
-            const std::vector<int32_t> & uses = known->passes_of[key];
-            recent[key] = (double) (std::lower_bound(uses.begin(), uses.end(), (int32_t) until) - std::lower_bound(uses.begin(), uses.end(), (int32_t) now));
-        }
-        choose_all(wishes);
-    }
-
-    void observe(const event & e) override { policy::observe(e); }
-    bool needs_future() const override { return true; }
-
-    int64_t every, now = -1, until = 0;
-    const future * known = nullptr;
-};
-
 // The set that training text used most, from the first token on.
 struct static_set : policy {
     static_set(const expert_space & space, const residency & in, const tables & learned) : policy(space, in) {
@@ -205,15 +98,6 @@ std::vector<policy_kind> placement_policies() {
           [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
               const int64_t every = (int64_t) p.at("every").value, early = (int64_t) p.at("early").value;
               return std::make_unique<placement>(s, in, every, p.at("decay").value, p.at("bonus").value, early);
-          } },
-        { "stage", { { "decay", { 0, 0, 1 } }, { "bonus", { 0, 0, 1e9 } } },
-          [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
-              return std::make_unique<stage>(s, in, p.at("decay").value, p.at("bonus").value);
-          } },
-        { "oracle", {}, [](const expert_space & s, const residency & in, const parameters &, const policy_source &) -> P { return std::make_unique<foresight>(s, in, 0); } },
-        { "foresight", { { "every", { 64, 1, 1e9 } } },
-          [](const expert_space & s, const residency & in, const parameters & p, const policy_source &) -> P {
-              return std::make_unique<foresight>(s, in, (int64_t) p.at("every").value);
           } },
         { "static", {}, [](const expert_space & s, const residency & in, const parameters &, const policy_source & from) -> P {
               return std::make_unique<static_set>(s, in, from.learned ? *from.learned : tables());

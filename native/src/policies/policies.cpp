@@ -10,7 +10,7 @@ namespace edgemoe {
 static const std::vector<policy_kind> & all_policies() {
     static const std::vector<policy_kind> all = [] {
         std::vector<policy_kind> kinds;
-        for (const auto & some : { use_policies(), placement_policies(), prediction_policies(), similarity_policies() }) {
+        for (const auto & some : { use_policies(), placement_policies(), stage_policies(), foresight_policies(), prediction_policies(), similarity_policies() }) {
             kinds.insert(kinds.end(), some.begin(), some.end());
         }
         return kinds;
