@@ -47,7 +47,7 @@ def learned(small_demo, tmp_path_factory):
 
 
 @pytest.mark.parametrize("misses", ["cpu", "load"])
-@pytest.mark.parametrize("policy", [name for name in names() if name not in CHEATS] + ["frequency:strict=1", "placement:every=4,early=1", "lrfu:lambda=0.1"])
+@pytest.mark.parametrize("policy", [name for name in names() if name not in CHEATS] + ["frequency:strict=1", "placement:every=4,early=1", "stage:longest=5,most=20", "stage+lru:longest=5", "lrfu:lambda=0.1"])
 def test_engine_and_simulator_count_the_same(policy, misses, small_demo, learned, tmp_path):
     if policy in LEARNED:
         policy = f"{policy}:fit={learned}"

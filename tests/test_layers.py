@@ -26,7 +26,7 @@ PYTHON = [
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
 KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x86_blocks", "kernel_table", "avx2_blocks", "avx2_tile", "avx2_kernels", "avx2", "avxvnni", "avx512_blocks", "avx512_tile", "avx512")]
-POLICIES = ["policies/" + name for name in ("parameters", "kinds", "use", "placement", "prediction", "similar", "policies")]
+POLICIES = ["policies/" + name for name in ("parameters", "kinds", "use", "chosen_set", "placement", "stage", "foresight", "prediction", "similar", "policies")]
 TIER = ["residency", "policy", *POLICIES, "loader", "miss_choice", "tier", "simulation"]
 NATIVE = [
     "file", "gguf_file", "source", "expert_memory", "store", *KERNELS, *TIER, "router_ahead", "ram_cache", "device_slots", "device_cache", "weights", "elementwise", "expert_block",
