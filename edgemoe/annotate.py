@@ -84,6 +84,11 @@ def by_cues(s: Sequence, pieces: list[str], automaton: Automaton, where: str = "
     return [Mark(first + b.heard, b.cue, b.kind, b.char) for b in heard if b.kind != OPEN or answer[: b.char].strip()]
 
 
+def all_by_cues(trace: Trace, pieces: list[list[str]], automaton: Automaton, where: str, min_stage: int = 0) -> list[list[Mark]]:
+    """by_cues of every sequence, one boundary per row."""
+    return [merged(by_cues(s, p, automaton, where, min_stage), min_stage) for s, p in zip(trace.sequences(), pieces)]
+
+
 def as_bytes(piece: str) -> bytes:
     """Bytes that are no UTF-8 by themselves, such as a part of an emoji, are kept in a trace as Python's surrogates."""
     return piece.encode("utf-8", "surrogateescape" if not any("\ud800" <= ch < "\udc80" or "\udcff" < ch <= "\udfff" for ch in piece) else "replace")

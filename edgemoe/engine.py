@@ -24,7 +24,7 @@ from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
-from edgemoe.policies import DEFAULT, Policy, name_of, policy as read_policy
+from edgemoe.policies import BY_STAGES, DEFAULT, Policy, name_of, policy as read_policy
 from edgemoe.ram_plan import plan_ram
 from edgemoe.routing_shift import ShiftDetector, ShiftOptions
 from edgemoe.stage import Automaton
@@ -44,7 +44,6 @@ _init_from_model = C.llama_init_from_model
 ON_DEVICE, IN_RAM = 0, 1  # enum edgemoe_tier
 STAGE_COUNTERS = ("n_decode_accesses", "n_ram_accesses"), ("n_decode_hits", "n_ram_hits"), ("n_proactive", "n_ram_proactive")
 DECODE, PROMPT = 0, 1  # enum edgemoe_phase
-BY_STAGES = ("stage", "stage+lru", "oracle")  # policies that have to be told
 STAGES_BY = ("cues", "shift", "both")
 
 
@@ -82,19 +81,27 @@ def _load_mapped(files: list[str], params, use_extra_bufts: bool):
 class _Plain:
     """What edgemoe is compared with: llama.cpp alone, its weights mapped and not repacked."""
 
-    def __init__(self, files: list[str]):
-        self.files = files
+    def __init__(self, files: list[str], n_seq_max: int = 1):
+        self.files, self.n_seq_max = files, n_seq_max
 
     def load(self, params):
         return _load_mapped(self.files, params, use_extra_bufts=False)
 
     def listening(self, params):
-        return params
+        return _for_sequences(params, self.n_seq_max)
 
 
-def open_plain(files: list[str], **options) -> llama_cpp.Llama:
-    """A llama_cpp.Llama on one GGUF or its splits, in the mode that edgemoe is bit-identical to. Raises ModelError."""
-    with _announced(_Plain(files)) as reasons, _explained(files[0], reasons):
+def _for_sequences(params, n: int):
+    """A context's parameters for batches of up to n sequences: a copy, since llama_cpp uses its own for further contexts."""
+    ours = type(params).from_buffer_copy(params)
+    if n > 1:
+        ours.n_seq_max, ours.kv_unified = n, True
+    return ours
+
+
+def open_plain(files: list[str], n_seq_max: int = 1, **options) -> llama_cpp.Llama:
+    """A llama_cpp.Llama on one GGUF or its splits, in the mode that edgemoe is bit-identical to. n_seq_max: as of Llama. Raises ModelError."""
+    with _announced(_Plain(files, n_seq_max)) as reasons, _explained(files[0], reasons):
         return llama_cpp.Llama(files[0], **options)
 
 
@@ -167,18 +174,13 @@ class _Experts:
         return model
 
     def listening(self, params):
-        """A copy of the context's parameters, with our ear at the routers: llama_cpp uses its own for further contexts, which must stay deaf."""
+        """With our ear at the routers; further contexts stay deaf."""
         if self.tap is None:
             self.tap = self.source.kind != "dense" and not self.all_on_device
-        if not self.tap and self.n_seq_max == 1:
-            return params
-        ours = type(params).from_buffer_copy(params)
-        if self.n_seq_max > 1:
-            ours.n_seq_max, ours.kv_unified = self.n_seq_max, True
-        if not self.tap:
-            return ours
-        ours.cb_eval = type(params.cb_eval)(_native.address("edgemoe_model_eval"))
-        ours.cb_eval_user_data = _native.number(self.handle)
+        ours = _for_sequences(params, self.n_seq_max)
+        if self.tap:
+            ours.cb_eval = type(params.cb_eval)(_native.address("edgemoe_model_eval"))
+            ours.cb_eval_user_data = _native.number(self.handle)
         return ours
 
     def open_recorder(self, n_used: int, n_expert: int, n_embd: int, n_ubatch: int):
@@ -460,7 +462,7 @@ class Llama(llama_cpp.Llama):
         if self.cache_plan.n_slots and not self._experts.all_on_device:
             further = {"n_staging": 0 if misses == "cpu" else self.cache_plan.n_staging, "inline_loads": self._on_software} | (cache_options or {})
             self._open_cache(chosen, misses, further, may_shrink=slots is None)
-        if stages or stage_by != "cues" or any(name_of(p or "") in BY_STAGES for p in (policy, ram_policy)):
+        if stages or stage_by != "cues" or any(name_of(p or "") in (*BY_STAGES, "oracle") for p in (policy, ram_policy)):
             self._experts.stages = self._track_stages(stages or "thinking", stage_by)
 
     def _track_stages(self, where: str, by: str) -> StageTracker:

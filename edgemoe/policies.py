@@ -40,6 +40,7 @@ USEFUL = {"oracle": ("coming",)}  # tables that a policy can do without; an engi
 # What learned heads say, by the array of a trace that has it, serves these policies instead of a table.
 HEADS = {"temporal": "head_t", "spatial": "head_s"}
 BY_HEADS = ("temporal", "spatio-temporal", "spatio")
+BY_STAGES = ("stage", "stage+lru")  # have to hear where a stage begins
 CHEATS = ("belady", "oracle", "foresight")  # know the future: bounds, not policies; simulator only
 
 

@@ -40,6 +40,8 @@ SWEEP = {
     "lrfu": "lambda=0.05|0.2|0.5|1",
     "frequency": "halve=2048|32768,strict=0|1",
     "placement": "every=8|16|32|64|128,decay=0.5|0.9",
+    "stage": "longest=0|16|64",
+    "stage+lru": "longest=0|16|64",
     "foresight": "every=16|64|256",
     "spatio-temporal": "R=0|2|8",
     "spatio": "R=0|2|8",
@@ -108,6 +110,8 @@ def joined(traces: list[Trace]) -> Trace:
     meta = {**first.meta, "sequences": [s for t in traces for s in t.meta.get("sequences", [{}] * t.n_sequences)]}
     if "probs" not in columns:
         meta["probs"] = None
+    if all("pieces" in t.meta for t in traces):
+        meta["pieces"] = {token: text for t in traces for token, text in t.meta["pieces"].items()}
     where = ", ".join(t.where for t in traces)
     return Trace(**columns, step=np.concatenate(steps) if steps else None, offsets=np.concatenate(offsets), meta=meta, where=where)
 
@@ -191,7 +195,7 @@ def why_not(policy: str, trace: Trace, learned: dict | None) -> str:
     missing = policies.lacks(name, learned, heads)
     if missing:
         return "needs --train" if learned is None else f"nothing to learn it from in the training traces ({', '.join(missing)})"
-    if name == "stage" and (trace.stage is None or (trace.stage == NO_STAGE).all()):
+    if name in policies.BY_STAGES and (trace.stage is None or (trace.stage == NO_STAGE).all()):
         return "the traces have no stages"
     policies.policy(policy, learned, heads)
     return ""

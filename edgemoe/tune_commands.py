@@ -6,7 +6,7 @@ import datetime
 import json
 import shlex
 
-from edgemoe import __version__, fit, policies, recommendation, simulate, tune
+from edgemoe import __version__, annotate, cue_sets, fit, policies, recommendation, simulate, tune
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices
 from edgemoe.package import Source
@@ -14,6 +14,8 @@ from edgemoe.recommendation import Recommendation
 from edgemoe.simulate import LRU, Rates
 from edgemoe.simulate_commands import progress
 from edgemoe.simulate_report import aligned
+from edgemoe.stage import CUES, Automaton
+from edgemoe.trace import Trace
 from edgemoe.tune import Tuned, TuneError
 
 N_SHOWN = 10
@@ -28,6 +30,7 @@ def tune_(options) -> int:
         mark = source.package_fingerprint()
         trace = simulate.joined([simulate.load_trace(path) for path in options.trace])
         tune.require_trace_of(source, trace, mark)
+        trace = _with_stages(source, trace)
         asked = " ".join(options.policy).split() if options.policy else None
         with _bars() as bar:
             tuned = tune.tune(source, trace, plan.n_slots, options.misses, rates, asked, options.seed, bar)
@@ -64,6 +67,14 @@ def _plan(source: Source, options) -> CachePlan:
     if not plan.n_slots:
         raise TuneError(f"{source.path}: no slots: {plan.reason}; --vram or --slots says what they would be")
     return plan
+
+
+def _with_stages(source: Source, trace: Trace) -> Trace:
+    """Where the engine would find a stage in the text, if the trace has its text: so that the policies that go by stages can be tried."""
+    if trace.stage is not None or "pieces" not in trace.meta:
+        return trace
+    found = cue_sets.find(source)
+    return annotate.with_stages(trace, annotate.all_by_cues(trace, annotate.pieces_of(trace), Automaton(found.cues if found else CUES), "thinking"), {"by": "cues"})
 
 
 def _write(tuned: Tuned, plan: CachePlan, options, source: Source, trace, mark: str) -> str | None:

@@ -21,8 +21,7 @@ from edgemoe.trace import Trace
 
 def marks_by_cues(trace: Trace, automaton: Automaton, min_stage: int) -> list[list[Mark]]:
     pieces = annotate.pieces_of(trace)
-    where = annotate.where_of(pieces)
-    return [annotate.merged(annotate.by_cues(s, p, automaton, where, min_stage), min_stage) for s, p in zip(trace.sequences(), pieces)]
+    return annotate.all_by_cues(trace, pieces, automaton, annotate.where_of(pieces), min_stage)
 
 
 def stagings(trace: Trace, train: Trace, options) -> dict[str, list[list[Mark]]]:

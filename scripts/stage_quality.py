@@ -1,6 +1,7 @@
 """How well cues and the shift of the routing find where a reasoning takes another line.
 
     python scripts/stage_quality.py                                   cues against labels made by hand, on chains of thought, and on answers without thinking
+    python scripts/stage_quality.py --model demo.gguf                 also the shift against the labels: that of a model that reads the chains
     python scripts/stage_quality.py --trace t.npz [--cues set.json]   the shift too, against cues and the channel's end, on a trace with text
 
 Texts are those of ../shared/cot. Their tokens are not known: pieces are words with the space before them, and counts of tokens are those that the data sets give.
@@ -11,7 +12,9 @@ import hashlib
 import json
 import re
 import sys
+import tempfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +99,41 @@ def against_labels(automaton: Automaton, min_stage: int) -> None:
         print(f"{kind}: {kinds[kind, True]} of {kinds[kind, True] + kinds[kind, False]} cues at most one sentence from a label")
 
 
+def shift_against_labels(model: str, automaton: Automaton, quantiles: list[float]) -> None:
+    """The shift of a model that reads the labelled chains, alone and with the cues, beside as many sentences drawn at random."""
+    import edgemoe
+
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder, closing(edgemoe.Llama(model, n_ctx=8192, logits_all=True, verbose=False)) as llm:
+        with edgemoe.Recorder(llm, Path(folder, "read.npz")) as recorder:
+            for name, text, _ in labelled():
+                with recorder.sequence(name=name):
+                    llm.eval(llm.tokenize(text.encode(), add_bos=False)[:8192])
+        trace = Trace.load(Path(folder, "read.npz"))
+        print(f"\n{Path(model).name} reads the labelled chains: {trace.n_tokens} tokens; precision, recall exactly; at most one sentence off; the same of as many sentences at random")
+        print("| found by | boundaries | precision | recall | precision, near | recall, near | at random: near |\n|---|---|---|---|---|---|---|")
+        for quantile in [None, *quantiles]:
+            threshold = annotate.shift_threshold(trace, quantile) if quantile else np.inf
+            for both in (False, True) if quantile else (True,):
+                score(f"{'cues and ' if both and quantile else ''}{f'shift, quantile {quantile}' if quantile else 'cues'}", trace, automaton, ShiftOptions(threshold), both, rng)
+
+
+def score(name: str, trace: Trace, automaton: Automaton, shift: ShiftOptions, with_cues: bool, rng) -> None:
+    """A line of the table: what is found in every chain against its labels."""
+    n, n_labels, right, by_chance = 0, 0, [0, 0], []
+    for s, pieces, (_, text, labels) in zip(trace.sequences(), annotate.pieces_of(trace), labelled()):
+        starts = sentence_starts(text)
+        in_bytes = [len(text[:c].encode()) for c in starts]
+        ends = np.cumsum([len(annotate.as_bytes(p)) for p in pieces])
+        rows = [m.row for m in annotate.by_shift(s, trace.n_expert, shift)]
+        found = {max(0, int(np.searchsorted(in_bytes, ends[r], side="left")) - 1) for r in rows} | ({c for c, _ in cue_sentences(text, automaton)} if with_cues else set())
+        n, n_labels = n + len(found), n_labels + len(labels)
+        right = [k + matched(sorted(found), labels, slack) for k, slack in zip(right, (0, 1))]
+        by_chance.append(np.mean([matched(sorted(rng.choice(len(starts), len(found), replace=False)), labels, 1) for _ in range(100)]))
+    shares = [x for k in right for x in (k / max(1, n), k / n_labels)]
+    print(f"| {name} | {n} | {' | '.join(f'{x:.2f}' for x in shares)} | {sum(by_chance) / max(1, n):.2f}, {sum(by_chance) / n_labels:.2f} |")
+
+
 def on_chains(automaton: Automaton, min_stage: int) -> None:
     print("\n| model | chains | tokens | boundaries | per chain: median, least to most | per 1000 tokens | most frequent cues |\n|---|---|---|---|---|---|---|")
     for path in sorted(COT.glob("markyx316_*.jsonl")):
@@ -143,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cues", metavar="FILE", help="instead of the default cues")
     parser.add_argument("--min-stage", type=int, default=0, metavar="N", help="debounce in words (default %(default)s)")
+    parser.add_argument("--model", metavar="GGUF", help="a MoE model that reads the labelled chains, so that there is routing to shift")
     parser.add_argument("--trace", metavar="TRACE", help="a trace that says what text its tokens are")
     parser.add_argument("--quantile", type=float, nargs="+", default=[0.9, 0.95, 0.98], metavar="Q", help="thresholds of the shift (default %(default)s)")
     parser.add_argument("--slack", type=int, default=8, metavar="N", help="tokens between a shift and what it is compared with (default %(default)s)")
@@ -154,6 +193,8 @@ def main() -> None:
     if not COT.exists():
         sys.exit(f"{COT}: not here")
     against_labels(automaton, options.min_stage)
+    if options.model:
+        shift_against_labels(options.model, automaton, options.quantile)
     on_chains(automaton, options.min_stage)
     on_answers(automaton)
 

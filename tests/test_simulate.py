@@ -314,7 +314,8 @@ def test_policies_learn_from_other_sequences(edgemoe, two, tmp_path):
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     rows = {r["policy"]: r for r in document["runs"]}
-    assert set(document["left_out"]) == {"stage"} and set(rows) == set(policies.names()) - {"stage"} | {"belady:force=0"}
+    by_stages = set(policies.BY_STAGES)
+    assert set(document["left_out"]) == by_stages and set(rows) == set(policies.names()) - by_stages | {"belady:force=0"}
     assert (rows["static"]["n_hits"], rows["static"]["n_computed"]) == (2, 5)
 
 

@@ -249,3 +249,17 @@ def test_a_learned_policy_runs(edgemoe, model, source):
     recommendation.write(recommended(source, policy="static", tables="learned.npz"), lambda path: np.savez(open(path, "wb"), usage=usage))
     result = edgemoe("run", model, "-p", "Hello", "-n", "2", "--threads", "1", "--device", "CPU", "--slots", "6", "--misses", "cpu")
     assert result.returncode == 0 and "policy static from edgemoe tune of 2026-01-02, which was for 4 slots" in result.stderr, result.stderr
+
+
+def test_a_trace_that_has_its_text_is_tried_with_stages(edgemoe, source, model, tmp_path):
+    trace = popular_then_scans(source)
+    pieces = {str(t): " so" for t in range(len(trace.ids))} | {"0": "<think>", "20": ". Wait", "21": ", no"}
+    trace.meta["pieces"] = pieces
+    trace.save(tmp_path / "t.npz")
+    result = edgemoe("tune", model, "--trace", tmp_path / "t.npz", "--slots", "2", "--policy", "stage", "--dry-run", "--json")
+    document = json.loads(result.stdout)
+    assert {r["policy"] for r in document["candidates"]} >= {"stage", "lru"} and not document["left_out"]
+    del trace.meta["pieces"]
+    trace.save(tmp_path / "t.npz")
+    document = json.loads(edgemoe("tune", model, "--trace", tmp_path / "t.npz", "--slots", "2", "--policy", "stage", "--dry-run", "--json").stdout)
+    assert document["left_out"] == {"stage": "the traces have no stages"}
