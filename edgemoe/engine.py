@@ -24,7 +24,7 @@ from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
-from edgemoe.policies import BY_STAGES, DEFAULT, Policy, name_of, policy as read_policy
+from edgemoe.policies import BY_STAGES, DEFAULT, DEFAULT_SIDE_BY_SIDE, Policy, name_of, policy as read_policy
 from edgemoe.ram_plan import plan_ram
 from edgemoe.routing_shift import ShiftDetector, ShiftOptions
 from edgemoe.stage import Automaton
@@ -398,7 +398,7 @@ class Llama(llama_cpp.Llama):
     stages: where cues begin a stage of a reasoning text: "thinking" (between a model's thinking tags) or "everywhere". By default thinking where a policy goes by stages
         ("stage", "stage+lru"), and otherwise nowhere. stages() has what was found.
     stage_by: what begins a stage: "cues", "shift" (the experts in use change, which needs slots, and a threshold from `edgemoe calibrate`) or "both".
-    n_seq_max: sequences that a batch may have tokens of, for callers that make batches of their own.
+    n_seq_max: sequences that a batch may have tokens of, for callers that make batches of their own. With several, the default of ram_policy is another.
     tap: let recorders hear the routers. By default wherever edgemoe computes the experts; True also where a GPU that holds everything leaves them to llama.cpp.
     cache_options: further fields of edgemoe_cache_options: strict, most_inserts, seed, n_staging, inline_loads, most_block_bytes, most_bytes.
     ram: bytes of expert slots in RAM; experts that are in none are read from the disk. "mapped": all experts are mapped, and share the page cache. By default ("auto")
@@ -447,7 +447,7 @@ class Llama(llama_cpp.Llama):
             self.source, "mapped" if self._experts.all_on_device else ram, n_ctx=kwargs.get("n_ctx", 512), n_ubatch=kwargs.get("n_ubatch", 512),
             on_device_bytes=self.cache_plan.beside_bytes,
         )
-        self._experts.open("none" if exact else isa, self.ram_plan.budget_bytes, read_policy(ram_policy or DEFAULT["load"]), read_ahead, ram_options or {})
+        self._experts.open("none" if exact else isa, self.ram_plan.budget_bytes, read_policy(ram_policy or (DEFAULT["load"] if n_seq_max == 1 else DEFAULT_SIDE_BY_SIDE)), read_ahead, ram_options or {})
         # A software device computes on the cores that would load meanwhile, and prompts gain nothing by a detour through it. Mesa's (Debian 12) also damages its heap
         # when llama.cpp sends prompts through it while experts are loaded.
         self._on_software = any(d.name == self.cache_plan.device and d.is_software for d in devices())

@@ -47,6 +47,8 @@ CHEATS = ("belady", "oracle", "foresight")  # know the future: bounds, not polic
 # What an engine goes by when nothing else is asked for, by what becomes of misses. Where a miss is computed in place moving rarely is best; where it is loaded, what hits
 # most: on recorded routing of three models, cold and warm, this one had more hits than LRU at every capacity (docs/results/policies.md).
 DEFAULT = {"cpu": "placement", "auto": "placement", "load": "lrfu:lambda=0.1"}
+# In RAM when several sequences are decoded side by side: a step of theirs uses so many experts that each is gone before it is needed again, unless a set stays (docs/results/stages.md).
+DEFAULT_SIDE_BY_SIDE = "placement"
 
 
 class PolicyError(EdgemoeError):

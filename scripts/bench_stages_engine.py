@@ -38,6 +38,8 @@ IN_RAM = {
     "LRU": {"ram_policy": "lru", "read_ahead": "off"},
     "LRU, read-ahead": {"ram_policy": "lru", "read_ahead": "on"},
     "auto": {},
+    "auto, no read-ahead": {"read_ahead": "off"},
+    "placement": {"ram_policy": "placement", "read_ahead": "off"},
     "static": {"ram_policy": "static:fit={fit}", "read_ahead": "off"},
     "stage": {"ram_policy": "stage", "read_ahead": "off"},
     "stage+lru": {"ram_policy": "stage+lru", "read_ahead": "off"},
