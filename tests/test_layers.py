@@ -13,6 +13,7 @@ PYTHON = [
     {"_native", "npz", "arguments", "stage", "routing_shift"},
     {"trace", "package", "devices", "tokenizer", "probe", "policies", "tiers"},
     {"cache_plan", "disk_probe", "trace_import", "replay", "lossy", "recommendation", "fit", "annotate"},
+    {"heads"},
     {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate", "stage_tracker"},
     {"simulate_report", "simulate_plots", "tune", "estimate"},
     {"simulate_commands"},
@@ -24,7 +25,7 @@ PYTHON = [
     {"simulate_options", "stage_options"},
     {"cli"},
 ]
-CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
+CONVERT = [{"errors"}, {"source"}, {"pieces", "arrays"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
 KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x86_blocks", "kernel_table", "avx2_blocks", "avx2_tile", "avx2_kernels", "avx2", "avxvnni", "avx512_blocks", "avx512_tile", "avx512")]
 POLICIES = ["policies/" + name for name in ("parameters", "kinds", "use", "placement", "prediction", "similar", "policies")]
 TIER = ["residency", "policy", *POLICIES, "loader", "miss_choice", "tier", "simulation"]
