@@ -10,19 +10,20 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native", "npz", "arguments", "stage", "routing_shift"},
+    {"_native", "npz", "arguments", "stage", "routing_shift", "coverage"},
     {"trace", "package", "devices", "tokenizer", "probe", "policies", "tiers"},
     {"cache_plan", "disk_probe", "trace_import", "replay", "lossy", "recommendation", "fit", "annotate"},
-    {"heads"},
+    {"heads", "routers"},
+    {"head_outputs"},
     {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate", "stage_tracker"},
-    {"simulate_report", "simulate_plots", "tune", "estimate"},
-    {"simulate_commands"},
+    {"simulate_report", "simulate_plots", "tune", "estimate", "train_heads"},
+    {"simulate_commands", "train_commands"},
     {"tune_commands"},
     {"plan", "engine"},
     {"session", "verify", "doctor", "record", "live"},
     {"chat"},
     {"trace_commands", "stage_commands"},
-    {"simulate_options", "stage_options"},
+    {"simulate_options", "stage_options", "train_options"},
     {"cli"},
 ]
 CONVERT = [{"errors"}, {"source"}, {"pieces", "arrays"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
