@@ -26,6 +26,7 @@ IN_SIDECAR = "edgemoe-router"  # a package's router.gguf may have them, too
 MODES = {"temporal": ("head_t",), "spatio": ("head_s",), "spatio-temporal": ("head_t", "head_s")}
 TYPES = {"f16": "F16", "q8_0": "Q8_0"}
 LARGEST_F16 = 65504.0
+MARK_DIGITS = 12  # of a sequence's hash, in training["sequences"]
 
 
 class HeadsError(EdgemoeError):
@@ -102,6 +103,11 @@ class Heads:
         if trace.hidden is None:
             raise HeadsError(f"{trace.where}: has no hidden states, which heads read: record it with --hidden")
         self.check_width(trace.hidden.shape[-1], trace.where)
+
+    def trained_on(self, trace) -> list[int]:
+        """The sequences of a trace that these heads were trained on, or chosen by."""
+        seen = set(self.training.get("sequences", ()))
+        return [i for i, mark in enumerate(trace.sequence_hashes()) if mark[:MARK_DIGITS] in seen]
 
     def check_width(self, n_embd: int, where: str) -> None:
         if n_embd != self.n_embd:

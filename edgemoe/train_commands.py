@@ -41,7 +41,8 @@ def train_heads_(options) -> int:
             print(f"stopped: {state} has the state, the same command with --resume goes on", file=sys.stderr)
             raise
     heads_file.save(out, found, options.type)
-    print(json.dumps({"heads": str(out), "bytes": os.path.getsize(out), "mode": found.mode, "slots": found.slots, "tau": found.tau, **found.training}) if options.json else _text(found, out))
+    said = {name: value for name, value in found.training.items() if name != "sequences"}
+    print(json.dumps({"heads": str(out), "bytes": os.path.getsize(out), "mode": found.mode, "slots": found.slots, "tau": found.tau, **said}) if options.json else _text(found, out))
     return 0
 
 

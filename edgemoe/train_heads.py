@@ -29,7 +29,7 @@ from edgemoe import npz
 from edgemoe.coverage import coverage_loss, through_softmax
 from edgemoe.errors import EdgemoeError, TraceError
 from edgemoe.head_outputs import fill, with_heads
-from edgemoe.heads import MODES, Heads, softmax
+from edgemoe.heads import MARK_DIGITS, MODES, Heads, softmax
 from edgemoe.policies import policy
 from edgemoe.replay import DECODE, Replay, rows_of
 from edgemoe.routers import Router, gating_of
@@ -310,7 +310,7 @@ def train(
         raise
     training = {
         "options": asdict(options), "traces": [{"name": Path(t.where).name, "source": t.meta["source"], "n_sequences": t.n_sequences} for t in traces], "n_rows": len(rows),
-        "n_sequences": len(fit), "n_held_out": len(held_out), "best_epoch": state.best_epoch, "steps": state.steps[0], "held_out": state.history, "lru": trial.counts(None),
+        "n_sequences": len(fit), "n_held_out": len(held_out), "sequences": sorted({mark[:MARK_DIGITS] for t in traces for mark in t.sequence_hashes()}), "best_epoch": state.best_epoch, "steps": state.steps[0], "held_out": state.history, "lru": trial.counts(None),
     }
     heads = heads_of(state.best, traces[0], options, training)
     if state_path:
