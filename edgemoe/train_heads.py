@@ -309,8 +309,9 @@ def train(
             _save_state(state_path, mark, state)
         raise
     training = {
-        "options": asdict(options), "traces": [{"name": Path(t.where).name, "source": t.meta["source"], "n_sequences": t.n_sequences} for t in traces], "n_rows": len(rows),
-        "n_sequences": len(fit), "n_held_out": len(held_out), "sequences": sorted({mark[:MARK_DIGITS] for t in traces for mark in t.sequence_hashes()}), "best_epoch": state.best_epoch, "steps": state.steps[0], "held_out": state.history, "lru": trial.counts(None),
+        "options": asdict(options), "traces": [{"name": Path(t.where).name, "source": t.meta["source"], "n_sequences": t.n_sequences} for t in traces],
+        "sequences": sorted({h[:MARK_DIGITS] for t in traces for h in t.sequence_hashes()}), "n_sequences": len(fit), "n_held_out": len(held_out), "n_rows": len(rows),
+        "best_epoch": state.best_epoch, "steps": state.steps[0], "held_out": state.history, "lru": trial.counts(None),
     }
     heads = heads_of(state.best, traces[0], options, training)
     if state_path:

@@ -2,8 +2,9 @@
 
 The sequences of the trace are parted by chance into two halves: from one, policies learn; on the other they are tried, the cache being kept from one sequence to the next as
 in a chat. Learned heads are tried beside, in place of what temporal, spatio-temporal and spatio would learn, on sequences that the heads were not trained on; they are left out of
-the choice unless they save time, traffic included, over the best policy without them, beyond chance. Best is the least predicted time per token (simulate.seconds), which weighs hits against traffic; among those within 1 % of it, the least traffic. What is not
-better than LRU and than the default beyond chance, by the bootstrap interval of the difference, is not recommended: then it is the default.
+the choice unless they save time, traffic included, over the best policy without them, beyond chance. Best is the least predicted time per token (simulate.seconds), which weighs
+hits against traffic; among those within 1 % of it, the least traffic. What is not better than LRU and than the default beyond chance, by the bootstrap interval of the
+difference, is not recommended: then it is the default.
 """
 
 from __future__ import annotations
