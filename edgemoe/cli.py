@@ -138,6 +138,9 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
         "--read-ahead", choices=("auto", "on", "off"), default="auto",
         help="read what the next layer is likely to need before its router has chosen; auto (default): while that makes steps faster",
     )
+    sub.add_argument(
+        "--heads", metavar="FILE", help="learned heads for --policy or --ram-policy temporal, spatio-temporal or spatio (default: what edgemoe train-heads wrote for this model)"
+    )
     cache = sub.add_argument_group("experts on the GPU")
     _add_slot_options(cache)
     cache.add_argument(

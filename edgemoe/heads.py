@@ -53,6 +53,7 @@ class Heads:
     biases_s: list[np.ndarray] | None = None
     training: dict = field(default_factory=dict)
     where: str = field(default="heads", compare=False)
+    dtype: str = field(default="f16", compare=False)  # of TYPES, that the weights have in the file: packing them so again gives its bytes
 
     @property
     def n_layers(self) -> int:
@@ -145,6 +146,18 @@ def load(path: str | os.PathLike) -> Heads:
     return heads
 
 
+def in_sidecar(path: str | os.PathLike) -> bool:
+    """Whether a package's sidecar has keys of heads; what they are worth says load. Raises HeadsError."""
+    from edgemoe.convert.arrays import Arrays
+    from edgemoe.convert.errors import ConvertError
+
+    try:
+        with Arrays(path) as file:
+            return file.value("edgemoe.heads.format_version") is not None
+    except (ConvertError, OSError) as e:
+        raise HeadsError(str(e)) from None
+
+
 def save(path: str | os.PathLike, heads: Heads, dtype: str = "f16") -> None:
     """Checks, writes beside `path` and renames: a file of that name is always whole. dtype of the weights: "f16" or "q8_0". Raises HeadsError."""
     from edgemoe.convert.arrays import packed, write_arrays
@@ -213,6 +226,8 @@ def _read(file, where: str) -> Heads:
     if not layers or len(layers) != len(counts):
         raise HeadsError(f"{where}: found {len(layers)} layers and {len(counts)} counts of experts, wanted one for each")
     arrays = _read_tensors(file, layers, mode, said["heads.crc32"], where)
+    kinds_there = {file.tensors[name].type.name for name in arrays if name.endswith("weight")}
+    dtype = "q8_0" if kinds_there == {"Q8_0"} else "f16"
     try:
         training = json.loads(said["heads.training"])
     except ValueError as e:
@@ -225,7 +240,7 @@ def _read(file, where: str) -> Heads:
         return None if found[0] is None else found
 
     parts = {f"{what}_{head[-1]}": column(head, part) for head in MODES[mode] for what, part in (("weights", "weight"), ("biases", "bias"))}
-    return Heads(said["fingerprint"], layers, counts, mode, said["heads.slots"], said["heads.tau"], **parts, training=training, where=where)
+    return Heads(said["fingerprint"], layers, counts, mode, said["heads.slots"], said["heads.tau"], **parts, training=training, where=where, dtype=dtype)
 
 
 def _read_tensors(file, layers: list[int], mode: str, wanted_crc: int, where: str) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ PYTHON = [
     {"trace", "package", "devices", "tokenizer", "probe", "policies", "tiers"},
     {"cache_plan", "disk_probe", "trace_import", "replay", "lossy", "recommendation", "fit", "annotate"},
     {"heads", "routers"},
-    {"head_outputs"},
+    {"head_outputs", "engine_heads"},
     {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate", "stage_tracker"},
     {"simulate_report", "simulate_plots", "tune", "estimate", "train_heads"},
     {"simulate_commands", "train_commands"},
@@ -32,7 +32,7 @@ POLICIES = ["policies/" + name for name in ("parameters", "kinds", "use", "place
 TIER = ["residency", "policy", *POLICIES, "loader", "miss_choice", "tier", "simulation"]
 NATIVE = [
     "file", "gguf_file", "source", "expert_memory", "store", *KERNELS, *TIER, "router_ahead", "ram_cache", "device_slots", "device_cache", "weights", "elementwise", "expert_block",
-    "device_runner", "products", "graph_plan",
+    "device_runner", "products", "heads", "head_feed", "graph_plan",
     "executor", "backend", "router_tap", "recorder", "router_feed", "api",
 ]
 
