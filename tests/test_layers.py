@@ -17,16 +17,16 @@ PYTHON = [
     {"head_outputs", "engine_heads"},
     {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate", "stage_tracker"},
     {"simulate_report", "simulate_plots", "tune", "estimate", "train_heads"},
-    {"simulate_commands", "train_commands"},
+    {"simulate_commands", "train_commands", "heads_commands"},
     {"tune_commands"},
     {"plan", "engine"},
     {"session", "verify", "doctor", "record", "live"},
     {"chat"},
     {"trace_commands", "stage_commands"},
-    {"simulate_options", "stage_options", "train_options"},
+    {"simulate_options", "stage_options", "train_options", "heads_options"},
     {"cli"},
 ]
-CONVERT = [{"errors"}, {"source"}, {"pieces", "arrays"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
+CONVERT = [{"errors"}, {"source"}, {"pieces", "arrays"}, {"layout"}, {"tasks"}, {"verify"}, {"writer", "sidecar"}, {"conversion"}, {"cli"}]
 KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x86_blocks", "kernel_table", "avx2_blocks", "avx2_tile", "avx2_kernels", "avx2", "avxvnni", "avx512_blocks", "avx512_tile", "avx512")]
 POLICIES = ["policies/" + name for name in ("parameters", "kinds", "use", "placement", "prediction", "similar", "policies")]
 TIER = ["residency", "policy", *POLICIES, "loader", "miss_choice", "tier", "simulation"]
