@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import suppress
+import warnings
+from contextlib import contextmanager, suppress
 
 from edgemoe import devices, live, plan, recommendation, tiers
 from edgemoe.cache_plan import CachePlan
@@ -41,7 +42,7 @@ def open_model(options, **further) -> tuple[Llama, Estimate | None]:
     gpu_layers = options.gpu_layers if options.gpu_layers is not None else (-1 if devices.has_gpu() or named_gpu else 0)
     with Source(options.path) as source:
         planned = plan_slots(source, options.slots, options.vram, options.device, gpu_layers, options.ctx)
-        policy = _policy(options, source, planned)
+        policy, heads = _policy(options, source, planned)
         in_ram = plan_ram(source, options.ram, n_ctx=options.ctx, on_device_bytes=planned.beside_bytes)
         if planned.device:
             note(planned.line())
@@ -51,28 +52,30 @@ def open_model(options, **further) -> tuple[Llama, Estimate | None]:
     if estimate:
         note(estimate.line())
     start = time.perf_counter()
-    llm = Llama(
-        options.path,
-        exact=options.exact,
-        slots=options.slots,
-        vram=options.vram,
-        device=options.device,
-        misses=options.misses,
-        policy=policy,
-        cache_options={"strict": options.strict, "most_inserts": options.most_inserts, "seed": not options.no_seed},
-        n_ctx=options.ctx,
-        n_threads=options.threads,
-        n_gpu_layers=gpu_layers,
-        chat_format=options.chat_format,
-        verbose=options.verbose,
-        **({"seed": options.seed} if options.seed is not None else {}),
-        ram=in_ram.budget_bytes or "mapped",
-        ram_policy=options.ram_policy,
-        read_ahead=options.read_ahead,
-        stages=getattr(options, "stages", None),
-        stage_by=getattr(options, "stage_by", "cues"),
-        **further,
-    )
+    with _warnings_noted():
+        llm = Llama(
+            options.path,
+            exact=options.exact,
+            slots=options.slots,
+            vram=options.vram,
+            device=options.device,
+            misses=options.misses,
+            policy=policy,
+            heads=options.heads or heads,
+            cache_options={"strict": options.strict, "most_inserts": options.most_inserts, "seed": not options.no_seed},
+            n_ctx=options.ctx,
+            n_threads=options.threads,
+            n_gpu_layers=gpu_layers,
+            chat_format=options.chat_format,
+            verbose=options.verbose,
+            **({"seed": options.seed} if options.seed is not None else {}),
+            ram=in_ram.budget_bytes or "mapped",
+            ram_policy=options.ram_policy,
+            read_ahead=options.read_ahead,
+            stages=getattr(options, "stages", None),
+            stage_by=getattr(options, "stage_by", "cues"),
+            **further,
+        )
     note(plan.load_line(llm.source, time.perf_counter() - start, llm.cache_plan.n_slots > 0, llm.ram_plan))
     if llm.cache_plan != planned:
         note(llm.cache_plan.line())
@@ -83,20 +86,30 @@ def open_model(options, **further) -> tuple[Llama, Estimate | None]:
     return llm, estimate
 
 
-def _policy(options, source: Source, planned: CachePlan) -> str | None:
-    """The policy that was asked for, or else what edgemoe tune found for this model; None: the engine's default."""
+@contextmanager
+def _warnings_noted():
+    """What edgemoe warns of, as one line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        yield
+    for each in caught:
+        note(str(each.message))
+
+
+def _policy(options, source: Source, planned: CachePlan) -> tuple[str | None, str | None]:
+    """The policy that was asked for, or else what edgemoe tune found for this model, with its file of learned heads; None: the engine's default."""
     if options.policy or not planned.n_slots or planned.fits_all:
-        return None if options.policy == "default" else options.policy
+        return (None if options.policy == "default" else options.policy), None
     try:
         found = recommendation.find(source, "load" if options.misses == "load" else "cpu")
     except recommendation.RecommendationError as e:
         note(f"edgemoe tune: {e}; the default policy is used")
-        return None
+        return None, None
     if found is None:
-        return None
+        return None, None
     other = f", which was for {found.n_slots} slots" if found.n_slots != planned.n_slots else ""
     note(f"policy {found.policy} from edgemoe tune of {found.date}{other} (--policy default ignores it)")
-    return recommendation.policy_text(found)
+    return recommendation.policy_text(found), found.heads or None
 
 
 def open_session(options, **further) -> Session:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from edgemoe import __version__, simulate_options, stage_options
+from edgemoe import __version__, heads_options, simulate_options, stage_options, train_options
 from edgemoe.arguments import not_negative, positive, ram, size
 from edgemoe.errors import EdgemoeError
 
@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   edgemoe trace model.gguf --prompts questions.txt --out t.npz   record which experts are used
   edgemoe simulate t.npz                         what each cache policy would have done with that
   edgemoe tune model.gguf --trace t.npz          find the best one for your prompts, for chat and run to use
+  edgemoe train-heads t.npz --model model.gguf   heads that foretell which experts come next
   edgemoe calibrate model.gguf --trace t.npz     find the words that part its reasoning into stages
   edgemoe doctor                                 is this machine set up well?
   edgemoe-convert model.gguf                     pack it: one file per expert
@@ -88,6 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     help = "write the stages of the reasoning into a trace: where cues stand in its text, or where its routing shifts"
     stage_options.add_annotate(command("annotate", _trace_annotate, help, stage_options.ANNOTATE, path=False, of=actions))
     simulate_options.add_commands(commands)
+    train_options.add_train_heads(commands)
+    heads_options.add_heads_commands(commands)
     calibrated = command("calibrate", _calibrate, "find the cues that part this model's reasoning into stages", stage_options.CALIBRATE)
     stage_options.add_calibrate(calibrated)
     command("doctor", _doctor, "check this machine and its llama-cpp-python; each problem comes with its fix", "edgemoe doctor", path=False)
@@ -142,6 +145,9 @@ def _add_model_options(sub: argparse.ArgumentParser) -> None:
     in_ram.add_argument(
         "--read-ahead", choices=("auto", "on", "off"), default="auto",
         help="read what the next layer is likely to need before its router has chosen; auto (default): while that makes steps faster",
+    )
+    sub.add_argument(
+        "--heads", metavar="FILE", help="learned heads for --policy or --ram-policy temporal, spatio-temporal or spatio (default: what edgemoe train-heads wrote for this model)"
     )
     cache = sub.add_argument_group("experts on the GPU")
     _add_slot_options(cache)

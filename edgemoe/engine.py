@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import warnings
 from contextlib import contextmanager, nullcontext
 
 import jinja2
@@ -19,12 +20,12 @@ import numpy as np
 from llama_cpp import _internals as internals, _logger, llama_cpp as C
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-from edgemoe import _native, cue_sets, machine
+from edgemoe import _native, cue_sets, engine_heads, machine
 from edgemoe.cache_plan import CachePlan, plan_cache
 from edgemoe.devices import devices, has_gpu
 from edgemoe.errors import EdgemoeError, ModelError, ModelFault
 from edgemoe.package import Source
-from edgemoe.policies import BY_STAGES, DEFAULT, DEFAULT_SIDE_BY_SIDE, Policy, name_of, policy as read_policy
+from edgemoe.policies import BY_STAGES, DEFAULT, DEFAULT_SIDE_BY_SIDE, Policy, name_of
 from edgemoe.ram_plan import plan_ram
 from edgemoe.routing_shift import ShiftDetector, ShiftOptions
 from edgemoe.stage import Automaton
@@ -404,6 +405,8 @@ class Llama(llama_cpp.Llama):
     ram: bytes of expert slots in RAM; experts that are in none are read from the disk. "mapped": all experts are mapped, and share the page cache. By default ("auto")
         mapped when they fit into what this process may use. ram_plan has what came of it.
     ram_policy, ram_options: the same as policy and cache_options, of the slots in RAM.
+    heads: a file of learned heads, for the policies temporal, spatio-temporal and spatio; by default what edgemoe train-heads wrote for this model, or what is in its package.
+        Heads that do not fit or are damaged cost a warning, and the default policies serve instead.
     read_ahead: of the slots in RAM: "on" reads what the next layer is likely to need before its router has chosen, "auto" does so while that makes steps faster, or "off".
 
     Raises ModelError when the model cannot be opened, and ModelFault from any call that computes when its results would be worthless.
@@ -425,6 +428,7 @@ class Llama(llama_cpp.Llama):
         ram: int | str | None = None,
         ram_policy: str | None = None,
         read_ahead: str = "auto",
+        heads: str | os.PathLike | None = None,
         ram_options: dict | None = None,
         stages: str | None = None,
         stage_by: str = "cues",
@@ -435,10 +439,13 @@ class Llama(llama_cpp.Llama):
         kwargs["n_threads"] = kwargs.get("n_threads") or machine.default_threads()
         kwargs["n_threads_batch"] = kwargs.get("n_threads_batch") or kwargs["n_threads"]
         path = os.fspath(model_path)
-        chosen = read_policy(policy or DEFAULT.get(misses, DEFAULT["auto"]))
         if use_extra_bufts is None:
             use_extra_bufts = not exact and _native.best_isa() == "none"
         self._experts = _Experts(path, use_extra_bufts)
+        default, default_in_ram = DEFAULT.get(misses, DEFAULT["auto"]), DEFAULT["load"] if n_seq_max == 1 else DEFAULT_SIDE_BY_SIDE
+        (chosen, chosen_in_ram), warning = engine_heads.policies_for(self.source, heads, (policy or default, default), (ram_policy or default_in_ram, default_in_ram))
+        if warning:
+            warnings.warn(warning, stacklevel=2)
         self.cache_plan = plan_slots(
             self.source, slots, vram, device, kwargs.get("n_gpu_layers", 0), kwargs.get("n_ctx", 512), kwargs.get("n_ubatch", 512)
         )
@@ -447,7 +454,7 @@ class Llama(llama_cpp.Llama):
             self.source, "mapped" if self._experts.all_on_device else ram, n_ctx=kwargs.get("n_ctx", 512), n_ubatch=kwargs.get("n_ubatch", 512),
             on_device_bytes=self.cache_plan.beside_bytes,
         )
-        self._experts.open("none" if exact else isa, self.ram_plan.budget_bytes, read_policy(ram_policy or (DEFAULT["load"] if n_seq_max == 1 else DEFAULT_SIDE_BY_SIDE)), read_ahead, ram_options or {})
+        self._experts.open("none" if exact else isa, self.ram_plan.budget_bytes, chosen_in_ram, read_ahead, ram_options or {})
         # A software device computes on the cores that would load meanwhile, and prompts gain nothing by a detour through it. Mesa's (Debian 12) also damages its heap
         # when llama.cpp sends prompts through it while experts are loaded.
         self._on_software = any(d.name == self.cache_plan.device and d.is_software for d in devices())

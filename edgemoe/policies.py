@@ -105,6 +105,7 @@ class Policy:
     learned: dict[str, np.ndarray] = field(default_factory=dict)
     score: object = None
     heads: bool = False  # the events come with what learned heads say
+    learned_heads: object = None  # in an engine: an engine_heads.NativeHeads that says it
     error: BaseException | None = None  # what a score function raised
 
     def options(self) -> dict:
@@ -119,6 +120,8 @@ class Policy:
             self._kept += [array, shape, name]
         self._kept.append(tables)
         found = {"policy": self._kept[0], "tables": tables, "n_tables": len(self.learned), "heads": self.heads}
+        if self.learned_heads:
+            found["learned_heads"] = self.learned_heads.handle
         if self.score:
             self._callback = ffi.callback("edgemoe_score_function", self._scored, onerror=self._failed)
             found["score"] = self._callback

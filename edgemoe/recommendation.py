@@ -36,6 +36,7 @@ class Recommendation:
     version: str  # of edgemoe
     tables: str = ""  # file beside, of what the policy has learned
     figures: dict | None = None  # of the policy on the held-out sequences
+    heads: str = ""  # file of the learned heads that the policy goes by
     format: int = FORMAT
 
 
@@ -96,7 +97,7 @@ def _read(path: Path) -> Recommendation:
         raise RecommendationError(f"{path}: {e.strerror}") from None
     except (ValueError, TypeError) as e:
         raise RecommendationError(f"{path}: not what edgemoe tune writes: {e}") from None
-    kinds = {"policy": str, "misses": str, "tables": str, "date": str, "n_slots": int, "n_expert": int, "n_layers": int}
+    kinds = {"policy": str, "misses": str, "tables": str, "heads": str, "date": str, "n_slots": int, "n_expert": int, "n_layers": int}
     for name, kind in kinds.items():
         if not isinstance(getattr(found, name), kind):
             raise RecommendationError(f"{path}: {name}: found {getattr(found, name)!r}, wanted {kind.__name__}")
@@ -109,7 +110,9 @@ def _check(found: Recommendation, path: Path, mark: str, source: Source) -> None
         raise RecommendationError(f"{path}: is about another model")
     if os.path.basename(found.tables) != found.tables:
         raise RecommendationError(f"{path}: tables: found {found.tables!r}, wanted the name of a file beside it")
+    if found.heads and not os.path.exists(found.heads):
+        raise RecommendationError(f"{path}: {found.heads}: the learned heads are gone")
     try:
-        policies.policy(policy_text(found))
+        policies.policy(policy_text(found), None, tuple(policies.HEADS.values()) if found.heads else ())
     except policies.PolicyError as e:
         raise RecommendationError(f"{path}: {e}") from None

@@ -23,6 +23,8 @@ import numpy as np
 
 from edgemoe import fit, policies
 from edgemoe.errors import EdgemoeError
+from edgemoe.head_outputs import outputs, with_heads
+from edgemoe.heads import Heads
 from edgemoe.machine import usable_cpus
 from edgemoe.replay import DECODE, FIELDS, PROMPT, Replayed, replay, rows_of
 from edgemoe.trace import NO_STAGE, Trace, TraceError
@@ -126,6 +128,19 @@ def require_apart(train: list[Trace], test: list[Trace]) -> None:
             raise SimulationError(f"{n} in both {where[common[0]]} (--train) and {t.where}: what a policy has learned must not be what it is tested on")
 
 
+def require_not_learned(heads: Heads, test: list[Trace]) -> None:
+    """Raises SimulationError when heads were trained on a sequence that they are to be tested on."""
+    for t in test:
+        if common := heads.trained_on(t):
+            n = f"{len(common)} sequence{'s' * (len(common) > 1)}"
+            raise SimulationError(f"{n} of {t.where}: {heads.where} was trained on {'them' if len(common) > 1 else 'it'}: heads must not be tested on what they have learned")
+
+
+def joined_with_heads(traces: list[Trace], heads: Heads, progress: Callable[[int], None] | None = None) -> Trace:
+    """As joined, with what the heads say on the hidden states of all rows. Raises SimulationError, HeadsError."""
+    return with_heads(joined(traces), outputs(heads, traces, traces[0].n_expert, progress))
+
+
 def decoded_tokens(rows: dict) -> int:
     """Of one sequence: its rows in steps that count as decoding."""
     if rows["step"] is None:
@@ -194,7 +209,7 @@ def why_not(policy: str, trace: Trace, learned: dict | None) -> str:
     heads = policies.heads_of(trace)
     missing = policies.lacks(name, learned, heads)
     if missing:
-        return "needs --train" if learned is None else f"nothing to learn it from in the training traces ({', '.join(missing)})"
+        return "needs --train" + (" or --heads" if name in policies.BY_HEADS else "") if learned is None else f"nothing to learn it from in the training traces ({', '.join(missing)})"
     if name in policies.BY_STAGES and (trace.stage is None or (trace.stage == NO_STAGE).all()):
         return "the traces have no stages"
     policies.policy(policy, learned, heads)
@@ -410,9 +425,12 @@ def summaries(trace: Trace, outcomes: list[Outcome], rates: Rates = Rates(), per
     return [summary(f, beside[f.outcome.run.n_slots, f.outcome.run.misses], boot, per_sequence) for f in found]
 
 
-def learn(train: list[Trace], wanted: Iterable[str], progress: Callable[[str], None] | None = None) -> dict[str, np.ndarray] | None:
-    """The tables that these policies need, fitted to the training traces; None without any. progress: called with the name of each table. Raises TraceError."""
-    tables = {t for p in wanted if "fit=" not in p for t in policies.LEARNED.get(policies.name_of(p), ())}
+def learn(
+    train: list[Trace], wanted: Iterable[str], progress: Callable[[str], None] | None = None, heads: tuple[str, ...] = (), seed: int = 0
+) -> dict[str, np.ndarray] | None:
+    """The tables that these policies need, fitted to the training traces; None without any. progress: called with the name of each table. heads: of HEADS, that serve instead of
+    tables. Raises TraceError."""
+    tables = {t for p in wanted if "fit=" not in p for t in policies.lacks(policies.name_of(p), None, heads)}
     if not train:
         return None
-    return fit.fit(train, tables, progress) if tables else {}
+    return fit.fit(train, tables, progress, seed) if tables else {}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from edgemoe import fit, lossy, policy_list, simulate, simulate_report
-from edgemoe.policies import name_of
+from edgemoe import fit, heads, lossy, policy_list, simulate, simulate_report
+from edgemoe.policies import heads_of, name_of
 from edgemoe.simulate import Rates, SimulationError
 
 
@@ -35,7 +35,7 @@ def simulate_(options) -> int:
     test = [simulate.load_trace(path, options.expert_bytes) for path in options.traces]
     train = [simulate.load_trace(path, options.expert_bytes) for path in options.train]
     simulate.require_apart(train, test)
-    trace = simulate.joined(test)
+    trace = _joined(options, test)
     for each in train:
         simulate.require_same_model(trace, each)
     if options.sequences:
@@ -45,6 +45,16 @@ def simulate_(options) -> int:
     document, plan, rates = _run(options, trace, train)
     _write(options, outputs, document, trace, plan, rates)
     return 0
+
+
+def _joined(options, test):
+    """The traces as one, with what the heads of --heads say."""
+    if not options.heads:
+        return simulate.joined(test)
+    found = heads.load(options.heads)
+    simulate.require_not_learned(found, test)
+    with progress(sum(t.n_tokens for t in test), "row") as done:
+        return simulate.joined_with_heads(test, found, done)
 
 
 def _check_outputs(outputs: list[tuple[str, str | None]], options) -> None:
@@ -74,7 +84,7 @@ def _run(options, trace, train) -> tuple[dict, simulate.Plan, Rates]:
         lossy.read(policy)
     capacities = simulate.read_capacities(options.capacity, trace.n_expert)
     with tqdm(file=sys.stderr, disable=not (train and sys.stderr.isatty()), leave=False, bar_format="learning {desc}...") as bar:
-        learned = simulate.learn(train, asked, bar.set_description_str)
+        learned = simulate.learn(train, asked, bar.set_description_str, heads_of(trace))
     if learned and options.save_fit is not None:
         path = options.save_fit or str(Path(options.train[0]).with_suffix(".fit.npz"))
         fit.save(path, learned)
@@ -87,7 +97,7 @@ def _run(options, trace, train) -> tuple[dict, simulate.Plan, Rates]:
         outcomes = simulate.run_all(trace, plan, learned, done)
         sets = [lossy.summary(lossy.simulate(trace, policy, n, plan.warm, done), trace) for policy in changing for n in capacities]
     rows = simulate.summaries(trace, outcomes, rates, options.per_sequence, options.seed)
-    return simulate_report.document(trace, plan, rates, rows, sets, options.train), plan, rates
+    return {**simulate_report.document(trace, plan, rates, rows, sets, options.train), "heads": options.heads}, plan, rates
 
 
 def _write(options, outputs, document: dict, trace, plan, rates) -> None:

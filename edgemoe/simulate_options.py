@@ -12,6 +12,7 @@ SIMULATE = """examples:
   edgemoe simulate mine.npz --capacity 8,16 --policy lru --policy "lfu placement:every=16|32|64" --misses cpu
   edgemoe simulate test.npz --train train.npz --policy sweep --plot pictures --json all.json
   edgemoe simulate test.npz --train train.npz --policy temporal --save-fit        writes train.fit.npz; then: edgemoe chat model.gguf --policy temporal:fit=train.fit.npz
+  edgemoe simulate test.npz --heads heads.gguf --policy "temporal spatio-temporal:R=4|8|15"
   edgemoe simulate mine.npz --policy my_policies.py:popular        a score function of your own
 """
 TUNE = """examples:
@@ -44,6 +45,10 @@ def _add_rates(group) -> None:
 def _add_simulate(sub) -> None:
     sub.add_argument("traces", nargs="+", metavar="TRACE", help="a trace (edgemoe trace), or a recording of somebody else's (.npz with ids, or CSV); several are taken as one")
     sub.add_argument("--train", nargs="+", default=[], metavar="TRACE", help="traces to learn from, for policies that have to; refused when a sequence is in TRACE too")
+    sub.add_argument(
+        "--heads", metavar="FILE",
+        help="learned heads (edgemoe train-heads) for temporal, spatio-temporal and spatio; TRACE must have hidden states; refused when the heads were trained on a sequence of TRACE",
+    )
     sub.add_argument("--save-fit", nargs="?", const="", metavar="FILE", help="keep what was learned, for --policy NAME:fit=FILE here and in chat and run (default: beside the first training trace, NAME.fit.npz)")
     sub.add_argument(
         "--policy", action="append", metavar="NAME[:key=value,...]",
@@ -75,6 +80,9 @@ def _add_tune(sub) -> None:
     sub.add_argument("--gpu-layers", type=int, metavar="N", help="0: the dense layers stay on the CPU")
     sub.add_argument("--misses", choices=("cpu", "load"), default="cpu", help="what becomes of experts that are in no slot (default %(default)s)")
     sub.add_argument("--policy", action="append", metavar="NAME[:key=value,...]", help="candidates (default: sweep, without those that cheat)")
+    sub.add_argument(
+        "--heads", metavar="FILE", help="learned heads to try as well, on sequences that they were not trained on (default: those of this model that edgemoe train-heads wrote; none: without)"
+    )
     sub.add_argument("--seed", type=not_negative, default=0, metavar="N", help="of the two halves and the confidence intervals (default %(default)s)")
     sub.add_argument("--dry-run", action="store_true", help="only show what would be recommended")
     sub.add_argument("--json", action="store_true", help="print one JSON object for machines")

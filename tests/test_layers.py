@@ -10,27 +10,29 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native", "npz", "arguments", "stage", "routing_shift"},
+    {"_native", "npz", "arguments", "stage", "routing_shift", "coverage"},
     {"trace", "package", "devices", "tokenizer", "probe", "policies", "tiers"},
     {"cache_plan", "disk_probe", "trace_import", "replay", "lossy", "recommendation", "fit", "annotate"},
+    {"heads", "routers"},
+    {"head_outputs", "engine_heads"},
     {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate", "stage_tracker"},
-    {"simulate_report", "simulate_plots", "tune", "estimate"},
-    {"simulate_commands"},
+    {"simulate_report", "simulate_plots", "tune", "estimate", "train_heads"},
+    {"simulate_commands", "train_commands", "heads_commands"},
     {"tune_commands"},
     {"plan", "engine"},
     {"session", "verify", "doctor", "record", "live"},
     {"chat"},
     {"trace_commands", "stage_commands"},
-    {"simulate_options", "stage_options"},
+    {"simulate_options", "stage_options", "train_options", "heads_options"},
     {"cli"},
 ]
-CONVERT = [{"errors"}, {"source"}, {"pieces"}, {"layout"}, {"tasks"}, {"verify"}, {"writer"}, {"conversion"}, {"cli"}]
+CONVERT = [{"errors"}, {"source"}, {"pieces", "arrays"}, {"layout"}, {"tasks"}, {"verify"}, {"writer", "sidecar"}, {"conversion"}, {"cli"}]
 KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x86_blocks", "kernel_table", "avx2_blocks", "avx2_tile", "avx2_kernels", "avx2", "avxvnni", "avx512_blocks", "avx512_tile", "avx512")]
 POLICIES = ["policies/" + name for name in ("parameters", "kinds", "use", "chosen_set", "placement", "stage", "foresight", "prediction", "similar", "policies")]
 TIER = ["residency", "policy", *POLICIES, "loader", "miss_choice", "tier", "simulation"]
 NATIVE = [
     "file", "gguf_file", "source", "expert_memory", "store", *KERNELS, *TIER, "router_ahead", "ram_cache", "device_slots", "device_cache", "weights", "elementwise", "expert_block",
-    "device_runner", "products", "graph_plan",
+    "device_runner", "products", "heads", "head_feed", "graph_plan",
     "executor", "backend", "router_tap", "recorder", "router_feed", "api",
 ]
 

@@ -160,7 +160,7 @@ def test_policies_are_spread_and_asked_for_once():
     assert set(map(policies.name_of, simulate.read_policies(["sweep"]))) == set(policies.names())
     plan = simulate.plan_runs(trace_of(STORY), simulate.read_policies(["all"]), [1, 2])
     assert [r.policy for r in plan.runs if (r.n_slots, r.misses) == (2, "cpu")][:3] == ["lru", "belady", "belady:force=0"]
-    assert plan.left_out["temporal"] == "needs --train" and plan.left_out["stage"] == "the traces have no stages"
+    assert plan.left_out["temporal"] == "needs --train or --heads" and plan.left_out["static"] == "needs --train" and plan.left_out["stage"] == "the traces have no stages"
     with pytest.raises(policies.PolicyError, match="wanted one of"):
         simulate.plan_runs(trace_of(STORY), ["fifo"], [1])
 

@@ -115,7 +115,7 @@ def test_the_choice():
     assert tune._choose([lru], "placement")[0] == "placement"
     assert tune._choose([placement, lru], "placement")[0] == "placement"
     fast, lean = row("a", 5.0, (4, 6), (2, 4), mb=9.0), row("b", 5.04, (4, 6), (2, 4), mb=2.0)
-    assert tune._choose([fast, lean, placement, lru], "placement") == ("b", "least predicted time per token on held-out sequences, and least traffic of 2 that are within 1 %")
+    assert tune._choose([fast, lean, placement, lru], "placement") == ("b", "least predicted time per token on held-out sequences, and least traffic of 2 that are within 1 %", False)
     by_chance = row("c", 4.0, (-1, 9), (1, 5))
     assert tune._choose([by_chance, fast, placement, lru], "placement")[0] == "a"
     no_better = row("d", 7.9, (1, 3), (-1, 1))

@@ -81,6 +81,15 @@ struct edgemoe_table {
 typedef void (*edgemoe_score_function)(void * user, uint32_t layer, uint32_t n_expert, uint64_t n_events, const uint64_t * last_use, const uint64_t * n_uses,
                                        const float * probs, double * score);
 
+// Learned heads: of each layer with experts what the input x of its router says of the layer's own next event, and of the layer that comes next: softmax(weights x + bias).
+typedef struct edgemoe_heads edgemoe_heads;
+
+struct edgemoe_head {
+    const char *  type;           // of the weights, ggml's name: f16 or q8_0
+    const void *  weights;        // as in a GGUF: a row of the model's width per expert that is predicted
+    const float * bias;           // one per expert; NULL: none
+};
+
 // An expert cache: slots on a device; slots in RAM, where experts that are in none are on the disk.
 struct edgemoe_cache_options {
     const char * device;          // as edgemoe_get_device names it; of slots on a device only
@@ -90,7 +99,8 @@ struct edgemoe_cache_options {
     const char * policy;          // a name, or name:key=value,...
     const struct edgemoe_table * tables;   // what it has learned
     uint32_t     n_tables;
-    bool         heads;           // a replay only: its rows have what learned heads say, which serves temporal, spatio-temporal and spatio instead of tables
+    bool         heads;           // events come with what learned heads say, which serves temporal, spatio-temporal and spatio instead of tables: of a replay in its rows, of a
+    const edgemoe_heads * learned_heads;   // model from these, which may be closed then. Its two tiers have the same ones; those that come second are left out
     edgemoe_score_function score; // of the policy "custom"
     void *       user;
     const char * misses;          // cpu, load, auto
@@ -271,6 +281,12 @@ const char *           edgemoe_recorder_gating(const edgemoe_recorder * recorder
 
 // Names of the policies with their parameters and defaults, one per line.
 const char *           edgemoe_policies(void);
+
+// n_expert: per layer. One head per layer, or NULL for none of the kind; copied.
+edgemoe_heads *        edgemoe_heads_open(const uint32_t * n_expert, uint32_t n_layers, uint32_t n_embd, const struct edgemoe_head * next, const struct edgemoe_head * successor);
+void                   edgemoe_heads_close(edgemoe_heads * heads);
+// What an engine would hear: router inputs [n_rows][n_embd] of a layer are rounded to half floats, and so are the probabilities [n_rows][experts that are predicted]. 0, or -1.
+int                    edgemoe_heads_evaluate(const edgemoe_heads * heads, bool successor, uint32_t layer, const float * hidden, uint32_t n_rows, float * probs);
 
 edgemoe_replay *       edgemoe_replay_open(const uint32_t * n_expert, uint32_t n_layers, const struct edgemoe_cache_options * options);
 void                   edgemoe_replay_close(edgemoe_replay * replay);

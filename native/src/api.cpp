@@ -3,6 +3,7 @@
 #include "edgemoe.h"
 
 #include "backend.h"
+#include "heads.h"
 #include "kernels/kernels.h"
 #include "recorder.h"
 #include "router_feed.h"
@@ -43,6 +44,10 @@ struct edgemoe_model {
 
 struct edgemoe_recorder {
     recorder r;
+};
+
+struct edgemoe_heads {
+    std::shared_ptr<const heads> h;
 };
 
 struct edgemoe_replay {
@@ -201,10 +206,40 @@ static std::vector<int> block_numbers(const edgemoe_model & model) {
     return layers;
 }
 
-// Policies that go by what routers say hear it.
-static void feed(edgemoe_model & model, tier & t) {
+// Heads must be of this model, as far as can be seen.
+static void check_heads(const heads & h, const source & s) {
+    const auto wrong = [](size_t layer, const std::string & what, uint64_t found, uint64_t wanted) {
+        throw std::invalid_argument("heads: layer index " + std::to_string(layer) + ": " + std::to_string(found) + " " + what + ", wanted " + std::to_string(wanted));
+    };
+    if (h.n_layers() != s.layers.size()) {
+        throw std::invalid_argument("heads: " + std::to_string(h.n_layers()) + " layers, wanted " + std::to_string(s.layers.size()));
+    }
+    for (size_t l = 0; l < s.layers.size(); l++) {
+        if (h.n_expert[l] != s.layers[l].n_expert) {
+            wrong(l, "experts", h.n_expert[l], s.layers[l].n_expert);
+        }
+        const router & r = s.layers[l].chosen_by;
+        if (r.weight.bytes && r.n_in != h.n_embd) {
+            wrong(l, "values", (uint64_t) h.n_embd, (uint64_t) r.n_in);
+        }
+    }
+}
+
+// Policies that go by what routers say hear it, and what learned heads make of it.
+static void feed(edgemoe_model & model, tier & t, const edgemoe_heads * learned) {
+    if (learned && !model.m->learned) {
+        check_heads(*learned->h, *model.m->src);
+        model.m->learned = std::make_unique<head_feed>(learned->h, model.m->src->layers.size());
+    }
+    head_feed * by_heads = t.needs_next() || t.needs_successor() ? model.m->learned.get() : nullptr;
+    if ((t.needs_next() && !(by_heads && by_heads->of->has_next())) || (t.needs_successor() && !(by_heads && by_heads->of->has_successor()))) {
+        throw std::invalid_argument("heads: the policy wants heads of another kind, too");
+    }
+    if (by_heads) {
+        by_heads->add(t);
+    }
     if (t.needs_probs()) {
-        model.feeds.push_back(std::make_unique<router_feed>(model.tap, t, block_numbers(model)));
+        model.feeds.push_back(std::make_unique<router_feed>(model.tap, t, block_numbers(model), by_heads));
     }
 }
 
@@ -345,7 +380,7 @@ edgemoe_model * edgemoe_model_open(edgemoe_source * source, const char * level, 
             opened->m = std::make_unique<model>(std::move(source->owned), used, nullptr);
         }
         if (opened->m->ram) {
-            feed(*opened, opened->m->ram->experts);
+            feed(*opened, opened->m->ram->experts, ram->learned_heads);
         }
         opened->dense  = used == isa::none ? "" : dense_pattern(*opened->m->src);
         return opened.release();
@@ -392,7 +427,7 @@ int edgemoe_model_open_cache(edgemoe_model * model, const edgemoe_cache_options 
         try {
             const tables learned = tables_of(*o);
             model->m->open_cache({ o->device, tier_options_of(*o, learned), o->most_block_bytes, o->most_bytes, o->fail_every, o->poison });
-            feed(*model, model->m->cache->experts);
+            feed(*model, model->m->cache->experts, o->learned_heads);
             return 0;
         } catch (const no_room & e) {
             last_error = e.what();
@@ -443,6 +478,36 @@ void edgemoe_model_clear_cache(edgemoe_model * model) {
     for (tier * t : model->tiers()) {
         t->clear();
     }
+}
+
+static std::vector<heads::weights> weights_of(const edgemoe_head * all, uint32_t n) {
+    std::vector<heads::weights> found;
+    for (uint32_t l = 0; all && l < n; l++) {
+        found.push_back({ type_named(all[l].type), all[l].weights, all[l].bias });
+    }
+    return found;
+}
+
+edgemoe_heads * edgemoe_heads_open(const uint32_t * n_expert, uint32_t n_layers, uint32_t n_embd, const edgemoe_head * next, const edgemoe_head * successor) {
+    return guarded([&] {
+        return new edgemoe_heads { std::make_shared<const heads>(std::vector<uint32_t>(n_expert, n_expert + n_layers), n_embd, weights_of(next, n_layers), weights_of(successor, n_layers)) };
+    }, nullptr);
+}
+
+void edgemoe_heads_close(edgemoe_heads * heads) { delete heads; }
+
+int edgemoe_heads_evaluate(const edgemoe_heads * from, bool successor, uint32_t layer, const float * hidden, uint32_t n_rows, float * probs) {
+    return guarded([&] {
+        const heads & h = *from->h;
+        if (layer >= h.n_layers() || !(successor ? h.has_successor() : h.has_next())) {
+            throw std::out_of_range("heads: layer index " + std::to_string(layer) + (successor ? " of the next layer's" : " of the layer's own") + ", found none");
+        }
+        head_step step(h, layer, !successor, successor, hidden, (size_t) h.n_embd * sizeof(float), n_rows);
+        step.run(0, 1);
+        const std::vector<float> found = successor ? step.successor() : step.next();
+        std::copy(found.begin(), found.end(), probs);
+        return 0;
+    }, -1);
 }
 
 bool edgemoe_model_eval(void * node, bool ask, void * model) { return ((edgemoe_model *) model)->tap.eval((ggml_tensor *) node, ask); }

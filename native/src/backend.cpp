@@ -216,7 +216,7 @@ static bool is_in_our_buffer(const ggml_tensor * t) { return t->buffer && is_our
 static owned lookup_weight(const ggml_tensor * t) {
     if (is_in_our_buffer(t) && weight_of(t)) {
         model & m = model_of(t->buffer->buft);
-        return { weight_of(t), &m.held, m.cache.get(), m.ram.get() };
+        return { weight_of(t), &m.held, m.cache.get(), m.ram.get(), m.learned.get() };
     }
     return {};
 }

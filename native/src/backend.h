@@ -2,6 +2,7 @@
 #pragma once
 
 #include "executor.h"
+#include "head_feed.h"
 
 #include <memory>
 #include <string>
@@ -39,6 +40,7 @@ struct model {
     weights                     held;
     std::unique_ptr<device_cache> cache;    // NULL: every expert is computed on the CPU
     std::unique_ptr<ghost_file> ghost;      // package only
+    std::unique_ptr<head_feed>  learned;    // NULL: no learned heads
 
 private:
     void forget_experts();

@@ -1,5 +1,7 @@
 #include "executor.h"
 
+#include "head_feed.h"
+
 #include <algorithm>
 #include <cassert>
 #include <chrono>
@@ -82,6 +84,19 @@ bool executor::check_ids(const ggml_tensor * ids, const owned & w, bool counts_a
 // Our steps are ggml's custom operations. ggml is C: nothing may be thrown through it, and without memory there is no way to go on.
 static void run_step(ggml_tensor *, int thread, int n_threads, void * data) noexcept {
     ((step *) data)->run(thread, n_threads);
+}
+
+// A step by itself, on all threads.
+void executor::run_alone(step & s) {
+    alignas(64) uint8_t at[4096];
+    assert(ggml_tensor_overhead() + ggml_graph_overhead_custom(1, false) <= sizeof(at));
+    ggml_context * c = ggml_init({ sizeof(at), at, /*.no_alloc =*/ true });
+    ggml_cgraph * graph = ggml_new_graph_custom(c, 1, false);
+    ggml_tensor * node = ggml_custom_4d(c, GGML_TYPE_F32, 1, 1, 1, 1, nullptr, 0, run_step, GGML_N_TASKS_MAX, &s);
+    node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    ggml_graph_add_node(graph, node);
+    ggml_backend_graph_compute(cpu, graph);
+    ggml_free(c);
 }
 
 // Items [first, end), none of them a block, in one graph.
@@ -447,6 +462,9 @@ ggml_status executor::compute(ggml_cgraph * graph, weight_lookup weights_of) {
         // What a device computes comes back as rows, which ggml's nodes add up.
         const in with_ram = of.cache ? in::all_in_blocks : in::all_weighed;
         in how = !has_experts ? in::fused : of.ram ? with_ram : of.cache ? in::in_blocks : in::fused;
+        if (has_experts && of.learned) {
+            of.learned->tell(first.weight->layer, first_product, [this](step & s) { run_alone(s); });
+        }
         if (has_experts && of.ram && !of.cache && one_event) {
             visit = std::make_unique<ram_visit>(*of.ram, event_of(first.weight->layer, checked_ids, first.weight->tensor->ne[2]));
             how = tier::all_there(visit->v) ? in::fused : how;   // as if they were mapped

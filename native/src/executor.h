@@ -34,6 +34,7 @@ private:
     bool begins_event(const owned & w);
     bool check_ids(const ggml_tensor * ids, const owned & w, bool counts_as_event);
     ggml_status compute_plan(const graph_plan & plan, const owned & of);
+    void        run_alone(step & s);
     ggml_status compute_items(const graph_plan & plan, size_t first, size_t end);
     ggml_status compute_block(const expert_block & b, const owned & of);
     ggml_status compute_with_device(const expert_block & b, const owned & of, const std::vector<placed_pair> & pairs);

@@ -69,6 +69,9 @@ struct policy {
     virtual bool keeps_members() const { return true; }
     virtual bool needs_probs() const { return false; }
     virtual bool needs_hidden() const { return false; }
+    // What learned heads say of the layer's next event, and of the layer that comes next.
+    virtual bool needs_next() const { return false; }
+    virtual bool needs_successor() const { return false; }
     virtual bool needs_tokens() const { return false; }
     virtual bool needs_future() const { return false; }
     // Starts over, as when the model was opened.

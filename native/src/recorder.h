@@ -30,7 +30,7 @@ struct recorder : router_sink {
     int64_t end();
 
     bool wants_probs()  const override { return active && to.probs; }
-    bool wants_hidden() const override { return active && to.hidden; }
+    bool wants_hidden(int, const ggml_tensor *) override { return active && to.hidden; }
     void routed(const routing_view & view) noexcept override;
 
     gating how = gating::softmax;   // of the last batch

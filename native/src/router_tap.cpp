@@ -115,6 +115,9 @@ bool router_tap::eval(ggml_tensor * node, bool ask) noexcept {
     }
     if (layer_named(node, "ffn_moe_probs") >= 0) {
         read_probs(node);
+        if (!want_chosen) {
+            hand_out({ probs_layer, how, node->ne[1], 0, n_expert, n_embd, nullptr, nullptr, nullptr, nullptr });
+        }
     }
     if (layer_named(node, "ffn_moe_weights") >= 0) {
         read_chosen(node);
@@ -124,17 +127,22 @@ bool router_tap::eval(ggml_tensor * node, bool ask) noexcept {
 
 bool router_tap::wanted(const ggml_tensor * node) {
     if (node->op == GGML_OP_MUL_MAT) {
-        want_hidden = std::any_of(sinks.begin(), sinks.end(), [](const router_sink * s) { return s->wants_hidden(); });
-        if (want_hidden && layer_of_router(node) >= 0) {
-            return true;
+        const int layer = layer_of_router(node);
+        if (layer >= 0) {
+            want_hidden = false;
+            for (router_sink * s : sinks) {
+                want_hidden = s->wants_hidden(layer, node->src[1]) || want_hidden;   // each is asked
+            }
+            return want_hidden;
         }
     }
     if (layer_named(node, "ffn_moe_probs") >= 0) {
         how        = gating_of(node);
-        want_probs = std::any_of(sinks.begin(), sinks.end(), [](const router_sink * s) { return s->wants_probs(); });
+        want_probs  = std::any_of(sinks.begin(), sinks.end(), [](const router_sink * s) { return s->wants_probs(); });
+        want_chosen = !want_probs || std::any_of(sinks.begin(), sinks.end(), [](const router_sink * s) { return s->wants_chosen(); });
         return want_probs;
     }
-    return node->op == GGML_OP_GET_ROWS && layer_named(node, "ffn_moe_weights") >= 0;
+    return want_chosen && node->op == GGML_OP_GET_ROWS && layer_named(node, "ffn_moe_weights") >= 0;
 }
 
 void router_tap::read_hidden(ggml_tensor * node) {
@@ -171,10 +179,13 @@ void router_tap::read_chosen(ggml_tensor * node) {
         }
         sort_row(ids.data() + t * n_used, p, n_used);
     }
-    const routing_view view = {
-        layer, how, n_tokens, n_used, (int32_t) node->src[0]->ne[1], n_embd, ids.data(), chosen.data(),
-        want_probs && probs_layer == layer ? probs.data() : nullptr, want_hidden && hidden_layer == layer ? hidden.data() : nullptr,
-    };
+    hand_out({ layer, how, n_tokens, n_used, (int32_t) node->src[0]->ne[1], n_embd, ids.data(), chosen.data(), nullptr, nullptr });
+}
+
+// With what was read before.
+void router_tap::hand_out(routing_view view) {
+    view.probs  = want_probs && probs_layer == view.layer ? probs.data() : nullptr;
+    view.hidden = want_hidden && hidden_layer == view.layer ? hidden.data() : nullptr;
     for (router_sink * sink : sinks) {
         sink->routed(view);
     }

@@ -26,17 +26,19 @@ struct routing_view {
     edgemoe::gating gating;
     int64_t         n_tokens;
     int32_t         n_used, n_expert, n_embd;
-    const int32_t * ids;        // [n_tokens][n_used], by falling probability
-    const float *   chosen;     // [n_tokens][n_used]: their probabilities, before llama.cpp normalises or scales them
+    const int32_t * ids;        // [n_tokens][n_used], by falling probability; NULL: no sink wants the chosen
+    const float *   chosen;     // [n_tokens][n_used]: their probabilities, before llama.cpp normalises or scales them; NULL like ids
     const float *   probs;      // [n_tokens][n_expert], softmax over all where the model takes it over the chosen; NULL: no sink wants them
     const float *   hidden;     // [n_tokens][n_embd], the input of the router; NULL: no sink wants it
 };
 
 struct router_sink {
     virtual ~router_sink() = default;
-    // Both are asked for every graph, and cost a stop per layer each.
+    // Asked for every graph; each costs a stop per layer.
+    virtual bool wants_chosen() const { return true; }
     virtual bool wants_probs()  const = 0;
-    virtual bool wants_hidden() const = 0;
+    // Of the router of this layer, which is about to read `x`: [n_embd, n_tokens].
+    virtual bool wants_hidden(int layer, const ggml_tensor * x) = 0;
     // The view is valid during the call. Nothing may be thrown: ggml is C.
     virtual void routed(const routing_view & view) noexcept = 0;
 };
@@ -53,9 +55,10 @@ private:
     void read_probs(ggml_tensor * node);
     void read_hidden(ggml_tensor * node);
     void read_chosen(ggml_tensor * node);
+    void hand_out(routing_view view);
 
     std::vector<router_sink *> sinks;
-    bool                       want_probs = false, want_hidden = false;
+    bool                       want_probs = false, want_hidden = false, want_chosen = true;
     gating                     how = gating::softmax;
     int                        probs_layer = -1, hidden_layer = -1;   // whose values are in the buffers
     std::vector<uint8_t>       staging;

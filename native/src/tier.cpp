@@ -51,7 +51,7 @@ tier::tier(std::vector<tier_layer> infos, const tier_options & options, carrier 
         this->options.rule.by = by->admits();
     }
     for (const tier_layer & info : infos) {
-        layers.push_back({ info, {}, {}, {} });
+        layers.push_back({ info, {}, {}, {}, {}, {} });
     }
     if (carries && by->needs_future()) {
         throw std::invalid_argument("policy " + options.policy + " knows the future, which only a simulation does");
@@ -333,6 +333,12 @@ void tier::tell(size_t layer, std::vector<float> probs, std::vector<float> hidde
     layers[layer].hidden = std::move(hidden);
 }
 
+void tier::tell_heads(size_t layer, std::vector<float> next, std::vector<float> successor) {
+    std::lock_guard<std::mutex> lock(mutex);
+    layers[layer].next      = std::move(next);
+    layers[layer].successor = std::move(successor);
+}
+
 void tier::begin_sequence(const future * known) {
     std::lock_guard<std::mutex> lock(mutex);
     by->begin_sequence(known);
@@ -418,8 +424,12 @@ tier::visit tier::begin(event e) {
     if (by->needs_probs() && !v.e.probs) {
         v.probs  = std::move(layers[v.layer].probs);
         v.hidden = std::move(layers[v.layer].hidden);
+        v.next      = std::move(layers[v.layer].next);
+        v.successor = std::move(layers[v.layer].successor);
         layers[v.layer].probs.clear();
         layers[v.layer].hidden.clear();
+        layers[v.layer].next.clear();
+        layers[v.layer].successor.clear();
         if (v.probs.empty()) {
             // Not known: what was chosen counts, by how many tokens chose it.
             v.probs.assign((size_t) space.n_expert(v.layer), 0.0f);
@@ -433,6 +443,8 @@ tier::visit tier::begin(event e) {
             v.e.hidden = v.hidden.data();
             v.e.n_embd = v.hidden.size();
         }
+        v.e.next      = v.next.empty() ? nullptr : v.next.data();
+        v.e.successor = v.successor.empty() ? nullptr : v.successor.data();
     }
     v.slot.assign(n, -1);
     v.awaited.assign(n, arrival::none);

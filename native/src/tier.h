@@ -87,7 +87,7 @@ struct tier {
         bool                 any_awaited = false;
         bool                 left_alone = false;   // the device, though experts are there
         int32_t              n_there = 0;          // experts that are
-        std::vector<float>   probs, hidden;       // of the event, where it does not bring its own
+        std::vector<float>   probs, hidden, next, successor;   // of the event, where it does not bring its own
         bool                 uses_stage = false;   // some of its experts are in staging slots: n_slots(layer) ...
         std::vector<bool>    named, half_named;    // by next()
     };
@@ -95,6 +95,8 @@ struct tier {
     void  announce(const pass & s);
     // What the router of a layer said, for the event of it that comes next: probabilities of its experts, and the router's input (or nothing).
     void  tell(size_t layer, std::vector<float> probs, std::vector<float> hidden);
+    // And what learned heads say of it (or nothing).
+    void  tell_heads(size_t layer, std::vector<float> next, std::vector<float> successor);
     // A new text: policies forget what belongs to the last one.
     void  begin_sequence(const future * known);
     // `e` has the experts' numbers in their layer; the visit's event has their keys. A step begins with a layer that is not behind the last one.
@@ -135,6 +137,8 @@ struct tier {
     int32_t       expert_of(size_t layer, int32_t key) const { return key - space.first[layer]; }
     bool          needs_probs() const { return by->needs_probs(); }
     bool          needs_hidden() const { return by->needs_hidden(); }
+    bool          needs_next() const { return by->needs_next(); }
+    bool          needs_successor() const { return by->needs_successor(); }
     bool          needs_tokens() const { return by->needs_tokens(); }
     bool          needs_future() const { return by->needs_future(); }
     std::vector<int32_t> residents(size_t layer) const;
@@ -156,7 +160,7 @@ private:
     struct layer_state {
         tier_layer info;
         std::array<access_counts, 2> counts;
-        std::vector<float> probs, hidden;   // that the router has told
+        std::vector<float> probs, hidden, next, successor;   // that the router and the heads have told
     };
     enum class staging : uint8_t { empty, loading, loaded, failed };
     struct staging_slot { int32_t expert = -1; staging state = staging::empty; bool in_use = false; };

@@ -67,9 +67,10 @@ private:
 
 struct device_cache;
 struct ram_cache;
+struct head_feed;
 
-// For a weight of libllama's graph, our tensor and the model it belongs to, with its expert slots on a device and in RAM if it has some; NULL for any other tensor.
-struct owned         { const owned_tensor * weight; weights * model; device_cache * cache; ram_cache * ram; };
+// For a weight of libllama's graph, our tensor and the model it belongs to, with its expert slots on a device and in RAM and who tells them what learned heads say, if it has some; NULL for any other tensor.
+struct owned         { const owned_tensor * weight; weights * model; device_cache * cache; ram_cache * ram; head_feed * learned; };
 using weight_lookup = owned (*)(const ggml_tensor * weight);
 
 } // namespace edgemoe
