@@ -443,8 +443,8 @@ tier::visit tier::begin(event e) {
             v.e.hidden = v.hidden.data();
             v.e.n_embd = v.hidden.size();
         }
-        v.e.next      = v.next.empty() ? nullptr : v.next.data();
-        v.e.successor = v.successor.empty() ? nullptr : v.successor.data();
+        v.e.next      = v.next.empty() ? v.e.next : v.next.data();   // a recording may have what heads say and no probabilities
+        v.e.successor = v.successor.empty() ? v.e.successor : v.successor.data();
     }
     v.slot.assign(n, -1);
     v.awaited.assign(n, arrival::none);

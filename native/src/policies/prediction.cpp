@@ -65,7 +65,7 @@ static std::vector<int32_t> best_of(const std::vector<float> & score, int32_t fi
 }
 
 struct predicting : policy {
-    predicting(const expert_space & space, const residency & in, const policy_source & from) : policy(space, in), heads(from.heads) {
+    predicting(const expert_space & space, const residency & in, const policy_source & from, bool by_heads = false) : policy(space, in), by_heads(by_heads) {
         const uint64_t layers = space.n_layers(), experts = (uint64_t) space.n_expert(0);
         need_equal_layers(space, "with predictions");
         temporal = fitting(learned_of(from), "temporal", { layers, experts, 2 * experts + 1 });
@@ -98,7 +98,7 @@ struct predicting : policy {
 
     // Of this layer's next event. To be called after observe.
     void predict_next(const event & e, std::vector<float> & y) {
-        if (heads && e.next) {
+        if (by_heads && e.next) {
             y.assign(e.next, e.next + space.n_expert(e.layer));
             return;
         }
@@ -115,7 +115,7 @@ struct predicting : policy {
     // Of the event `ahead` layers on.
     void predict_ahead(const event & e, size_t ahead, std::vector<float> & y) {
         const size_t matrix = (ahead - 1) * space.n_layers() + e.layer;
-        if (heads && ahead == 1 && e.successor) {
+        if (by_heads && ahead == 1 && e.successor) {
             y.assign(e.successor, e.successor + space.n_expert((e.layer + 1) % space.n_layers()));
         } else if (mlp1 && mlp2 && e.hidden && e.n_embd + 1 == mlp1->shape[3]) {
             affine(*mlp1, matrix, e.hidden, inner);
@@ -132,7 +132,7 @@ struct predicting : policy {
 
     size_t n_ahead(const event & e) const { return mlp1 && mlp2 && e.hidden ? mlp1->shape[0] : spatial ? spatial->shape[0] : 1; }
 
-    const bool heads;   // there are learned heads: they serve instead of tables
+    const bool by_heads;   // of what learned heads say this one makes use; other predictors stay what they were published as
     const table * temporal, * spatial, * mlp1, * mlp2;
     std::vector<float> average, input, inner, predicted;
 };
@@ -141,7 +141,7 @@ struct predicting : policy {
 // p^S of the layer before (spatio-temporal), or by p^R + p^S with p^R alone for retention (spatio).
 struct router_scores : predicting {
     router_scores(const expert_space & space, const residency & in, const policy_source & from, bool with_temporal, bool with_spatial, int32_t budget)
-        : predicting(space, in, from), with_temporal(with_temporal), with_spatial(with_spatial), budget(budget), before(space.n_all()) {
+        : predicting(space, in, from, true), heads(from.heads), with_temporal(with_temporal), with_spatial(with_spatial), budget(budget), before(space.n_all()) {
         need(!with_temporal || temporal || from.heads, "temporal", "a head, or a table temporal");
         need(!with_spatial || spatial || (mlp1 && mlp2) || from.heads, "spatio-temporal", "a head, or a table spatial");
     }
@@ -177,6 +177,7 @@ struct router_scores : predicting {
         wishes.push_back({ wish::how::refine, layer, {}, &before, space.first[layer], space.first[layer + 1], most });
     }
 
+    bool    heads;   // there are some
     bool    with_temporal, with_spatial;
     int32_t budget;
     scores  before;   // of refine
