@@ -6,7 +6,8 @@
 
 Every variant is a process of its own, one after the other: LRU, each policy with heads of random weights, and LRU again; ratios are to the mean of both LRU of the round.
 A process decodes a few random tokens over and over, each time from an empty context: experts are read in the first pass and are there in the others, which are timed: llama_decode, one
-token at a time. What is compared is the median over all these tokens. Parity: the logits of every token of the last pass are the same bits in all variants.
+token at a time. What is compared is the median over all these tokens: of the time on the clock, and of the processor time of all threads, which other processes disturb less (with one
+thread the two are the same on a quiet machine; waiting threads spin). Parity: the logits of every token of the last pass are the same bits in all variants.
 """
 
 import argparse
@@ -46,21 +47,22 @@ def run(spec: dict) -> None:
         spec["model"], n_ctx=512, n_threads=spec["threads"], verbose=False, ram=spec["ram"], ram_policy=spec["policy"], heads=spec["heads"], read_ahead="off", exact=spec["exact"]
     )
     tokens = np.random.default_rng(3).integers(300, llm.n_vocab(), spec["tokens"]).tolist()
-    seconds, digest = [], None
+    seconds, cpu, digest = [], [], None
     for i in range(spec["passes"] + 1):
         llm.reset()
         llm._ctx.kv_cache_clear()
         digest = hashlib.blake2b()
         for token in tokens:
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             llm.eval([token])
             if i:
                 seconds.append(time.perf_counter() - start)
+                cpu.append(time.process_time() - cpu_start)
             digest.update(np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),)).tobytes())
         if i == 0:
             first = llm.expert_stats()
     last = llm.expert_stats()
-    print(json.dumps({"seconds": seconds, "logits": digest.hexdigest(), **{name: last[name] - first[name] for name in ("n_ram_accesses", "n_ram_hits", "n_ram_demand", "n_ram_proactive")}}))
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "logits": digest.hexdigest(), **{name: last[name] - first[name] for name in ("n_ram_accesses", "n_ram_hits", "n_ram_demand", "n_ram_proactive")}}))
 
 
 def measure(spec: dict) -> dict:
@@ -100,13 +102,15 @@ def main() -> int:
     for variant, done in runs.items():
         seconds = [s for r in done for s in r["seconds"]]
         low, _, high = quantiles(seconds, n=4)
-        ratios = [median(r["seconds"]) / mean((median(a["seconds"]), median(b["seconds"]))) for r, a, b in zip(done, runs["lru"], runs["lru again"])]
+        costs = {
+            kind: [median(r[kind]) / mean((median(a[kind]), median(b[kind]))) - 1 for r, a, b in zip(done, runs["lru"], runs["lru again"])] for kind in ("seconds", "cpu")
+        }
         counts = {name: sum(r[name] for r in done) for name in ("n_ram_hits", "n_ram_accesses", "n_ram_demand", "n_ram_proactive")}
-        rows.append({"variant": variant, "ms": 1e3 * median(seconds), "quartiles_ms": [1e3 * low, 1e3 * high], "cost": [r - 1 for r in ratios], **counts})
-    print("| variant | ms per token (quartiles) | cost over LRU, per round | hits / A | D | P |\n| --- | --- | --- | --- | --- | --- |")
+        rows.append({"variant": variant, "ms": 1e3 * median(seconds), "quartiles_ms": [1e3 * low, 1e3 * high], "cpu_ms": 1e3 * median(s for r in done for s in r["cpu"]), "cost": costs, **counts})
+    print("| variant | ms per token (quartiles) | over LRU, per round | processor ms per token | over LRU, per round | hits / A | D | P |\n| --- | --- | --- | --- | --- | --- | --- | --- |")
     for r in rows:
-        cost = ", ".join(f"{100 * c:+.1f} %" for c in r["cost"])
-        print(f"| {r['variant']} | {r['ms']:.2f} ({r['quartiles_ms'][0]:.2f} to {r['quartiles_ms'][1]:.2f}) | {cost} | {r['n_ram_hits']} / {r['n_ram_accesses']} | {r['n_ram_demand']} | {r['n_ram_proactive']} |")
+        clock, cpu = (", ".join(f"{100 * c:+.1f} %" for c in r["cost"][kind]) for kind in ("seconds", "cpu"))
+        print(f"| {r['variant']} | {r['ms']:.2f} ({r['quartiles_ms'][0]:.2f} to {r['quartiles_ms'][1]:.2f}) | {clock} | {r['cpu_ms']:.2f} | {cpu} | {r['n_ram_hits']} / {r['n_ram_accesses']} | {r['n_ram_demand']} | {r['n_ram_proactive']} |")
     print(f"{len(rows)} variants, {o.rounds} rounds of {o.passes * o.tokens} timed tokens, {o.threads} threads; logits of all variants are {'the same bits' if same else 'NOT the same'}")
     if o.json:
         o.json.write_text(json.dumps({"rows": rows, "same_bits": same, "runs": runs}))

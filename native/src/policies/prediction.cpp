@@ -158,6 +158,21 @@ struct router_scores : predicting {
         for (size_t i = 0; i < n; i++) {
             by.score[first + i] = (double) e.probs[i] + (with_temporal ? (double) predicted[i] : 0.0);
         }
+        recall(e.layer);
+    }
+
+    void begin_sequence(const future * known) override {
+        predicting::begin_sequence(known);
+        before   = by;
+        foretold = SIZE_MAX;
+    }
+
+    // What a layer's experts are worth without any foresight.
+    void recall(size_t layer) {
+        for (size_t i = (size_t) space.first[layer]; with_spatial && i < (size_t) space.first[layer + 1]; i++) {
+            before.score[i]    = by.score[i];
+            before.last_use[i] = by.last_use[i];
+        }
     }
 
     void foresee(const event & e, std::vector<wish> & wishes) override {
@@ -166,12 +181,13 @@ struct router_scores : predicting {
         }
         const size_t layer = (e.layer + 1) % space.n_layers(), first = (size_t) space.first[layer];
         predict_ahead(e, 1, predicted);
-        if (space.shared) {
-            before = by;   // victims may be of any layer
+        // Where layers share their slots victims may be of any of them: all others are worth what they are worth now.
+        if (foretold != SIZE_MAX) {
+            recall(foretold);
         }
+        foretold = layer;
         for (size_t i = 0; i < predicted.size(); i++) {
-            before.score[first + i]    = by.score[first + i] + (double) predicted[i];
-            before.last_use[first + i] = by.last_use[first + i];
+            before.score[first + i] = by.score[first + i] + (double) predicted[i];
         }
         const int32_t most = budget > 0 ? budget : 2 * (int32_t) e.experts.size();
         wishes.push_back({ wish::how::refine, layer, {}, &before, space.first[layer], space.first[layer + 1], most });
@@ -180,7 +196,8 @@ struct router_scores : predicting {
     bool    heads;   // there are some
     bool    with_temporal, with_spatial;
     int32_t budget;
-    scores  before;   // of refine
+    scores  before;   // of refine: as `by`, but for the layer that was foretold last
+    size_t  foretold = SIZE_MAX;
 };
 
 // ProMoE: from each layer the best of the next three, nearest first; predicted residents count as used. Speculative loads that are still under way when the true routing
