@@ -124,7 +124,7 @@ def run(work: Work) -> None:
         for tau in o.taus:
             work.counts(f"tau {tau:g} ", lambda t=tau: work.with_heads(work.heads("temporal", o.slots, t, 0)), [("temporal", o.slots)])
     for policy in FITTED:
-        for seed in seeds:
+        for seed in seeds[: o.fitted_seeds]:
             wanted = [(policy, n) for n in capacities]
             if any(f"seed {seed} {p} {n}" not in work.results for p, n in wanted):
                 work.counts(f"seed {seed} ", lambda: work.test, wanted, work.tables(policy, seed))
@@ -187,7 +187,7 @@ def sweeps(work: Work, capacities: list[int]) -> list[str]:
     o, lines = work.options, []
     for mode in ("spatio-temporal", "spatio"):
         cells = [[str(R), *(" / ".join(f"{x:.1f}" for x in figures(rows[0])) if (rows := rows_of(work, f"{mode}:R={R}", n, "seed 0 ")) else "" for n in capacities)] for R in o.budgets]
-        if any(any(c[1:]) for c in cells):
+        if sum(any(c[1:]) for c in cells) > 1:
             lines += ["", f"R of {mode}, heads of seed 0: hit % / adjusted % / MB per token", "", *markdown(["R", *(f"{n} slots" for n in capacities)], cells)]
     cells = [[str(b), *(" / ".join(f"{x:.1f}" for x in figures(rows[0])[::2]) if (rows := rows_of(work, "temporal", n, f"B {b} ")) else "" for n in capacities)] for b in capacities]
     if any(any(c[1:]) for c in cells):
@@ -219,8 +219,9 @@ def main() -> None:
     parser.add_argument("--capacities", default="10,20,32")
     parser.add_argument("--slots", type=int, default=20, help="B that heads are trained for")
     parser.add_argument("--budget", type=int, default=15, help="R")
-    parser.add_argument("--tau", type=float, default=0.01)
+    parser.add_argument("--tau", type=float, default=0.001)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--fitted-seeds", type=int, help="fewer of them for ProMoE and FineMoE, which take longest to replay")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--patience", type=int, default=2)
     parser.add_argument("--rate", type=float, default=1e-3)
@@ -228,7 +229,7 @@ def main() -> None:
     parser.add_argument("--holdout", type=float, default=0.1)
     parser.add_argument("--sweep", nargs="*", choices=("R", "B", "tau"), default=["R", "B", "tau"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 2, 4, 8, 15, 30])
-    parser.add_argument("--taus", nargs="+", type=float, default=[0.002, 0.005, 0.01, 0.02, 0.05])
+    parser.add_argument("--taus", nargs="+", type=float, default=[0.0003, 0.001, 0.003, 0.01, 0.03])
     parser.add_argument("--threads", type=int, help="of the simulator")
     parser.add_argument("--report", action="store_true", help="only print the tables of what is there")
     options = parser.parse_args()
