@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from edgemoe import fit, heads as heads_file, policies, simulate
 from edgemoe.head_outputs import with_heads
 from edgemoe.package import Source
@@ -95,9 +97,12 @@ class Work:
             note(f"{path.name}: best epoch {found.training['best_epoch']} of {len(found.training['held_out']) - 1}, {found.training['seconds']} s")
         return heads_file.load(path)
 
-    def with_heads(self, heads):
+    def with_heads(self, heads, of_others: bool = False):
+        """The test trace with what heads say; of_others: of another token's hidden states, drawn by chance."""
         simulate.require_not_learned(heads, self.test_parts)
-        return with_heads(self.test, simulate.outputs(heads, self.test_parts, self.test.n_expert))
+        found = simulate.outputs(heads, self.test_parts, self.test.n_expert)
+        order = np.random.default_rng(0).permutation(self.test.n_tokens) if of_others else None
+        return with_heads(self.test, {head: a if order is None else a[order] for head, a in found.items()})
 
     def untrained(self, mode: str):
         """Heads as they begin: the native routers."""
@@ -113,6 +118,8 @@ def run(work: Work) -> None:
         work.counts("untrained ", lambda m=mode: work.with_heads(work.untrained(m)), asked)
         for seed in seeds:
             work.counts(f"seed {seed} ", lambda m=mode, s=seed: work.with_heads(work.heads(m, o.slots, o.tau, s)), asked)
+    for mode, text in MODES.items():
+        work.counts("others ", lambda m=mode: work.with_heads(work.heads(m, o.slots, o.tau, 0), True), [(text.format(R=o.budget), o.slots)])
     if "R" in o.sweep:
         for mode in ("spatio-temporal", "spatio"):
             asked = [(f"{mode}:R={R}", n) for R in o.budgets for n in capacities]
@@ -171,6 +178,7 @@ def report(work: Work) -> str:
         for mode, text in MODES.items():
             policy, label = text.format(R=o.budget), mode + (f", R = {o.budget}" if mode != "temporal" else "")
             entries += [(f"{label}, as the routers", rows_of(work, policy, n, "untrained "), None), (f"**{label}, trained**", rows_of(work, policy, n), PAPER.get(mode))]
+            entries += [(f"{label}, trained, but fed with the hidden states of other tokens", rows_of(work, policy, n, "others "), None)]
         entries += [(NAMES[p], rows_of(work, p, n), None) for p in PLAIN[4:]]
         cells = []
         for name, rows, paper in entries:
