@@ -49,7 +49,7 @@ class TrainingError(EdgemoeError):
 class Options:
     mode: str = "temporal"
     slots: int = 20  # B
-    tau: float = 0.01  # of the soft choice, in units of probability
+    tau: float = 0.001  # of the soft choice, in units of probability
     epochs: int = 8
     rate: float = 1e-3
     batch: int = 256

@@ -39,7 +39,7 @@ def add_train_heads(commands) -> None:
         help="foretell a layer's next event, that of the next layer, or both: the policies of these names use them (default %(default)s)",
     )
     sub.add_argument("--slots", type=positive, metavar="B", help="slots per layer to train for (default: two and a half times as many as a token uses)")
-    sub.add_argument("--tau", type=above_zero, default=0.01, metavar="T", help="how soft the choice of B experts is, in units of probability (default %(default)s)")
+    sub.add_argument("--tau", type=above_zero, default=0.001, metavar="T", help="how soft the choice of B experts is, in units of probability (default %(default)s)")
     sub.add_argument("--out", metavar="FILE", help="the file of heads to write (default: where tune and the engine look, ~/.config/edgemoe/heads/FINGERPRINT.gguf)")
     sub.add_argument("--type", choices=("f16", "q8_0"), default="f16", help="of the weights in the file (default %(default)s)")
     group = sub.add_argument_group("training")

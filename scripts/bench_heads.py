@@ -15,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from edgemoe import fit, heads as heads_file, policies, simulate
 from edgemoe.head_outputs import with_heads
 from edgemoe.package import Source
@@ -95,9 +97,12 @@ class Work:
             note(f"{path.name}: best epoch {found.training['best_epoch']} of {len(found.training['held_out']) - 1}, {found.training['seconds']} s")
         return heads_file.load(path)
 
-    def with_heads(self, heads):
+    def with_heads(self, heads, of_others: bool = False):
+        """The test trace with what heads say; of_others: of another token's hidden states, drawn by chance."""
         simulate.require_not_learned(heads, self.test_parts)
-        return with_heads(self.test, simulate.outputs(heads, self.test_parts, self.test.n_expert))
+        found = simulate.outputs(heads, self.test_parts, self.test.n_expert)
+        order = np.random.default_rng(0).permutation(self.test.n_tokens) if of_others else None
+        return with_heads(self.test, {head: a if order is None else a[order] for head, a in found.items()})
 
     def untrained(self, mode: str):
         """Heads as they begin: the native routers."""
@@ -113,6 +118,8 @@ def run(work: Work) -> None:
         work.counts("untrained ", lambda m=mode: work.with_heads(work.untrained(m)), asked)
         for seed in seeds:
             work.counts(f"seed {seed} ", lambda m=mode, s=seed: work.with_heads(work.heads(m, o.slots, o.tau, s)), asked)
+    for mode, text in MODES.items():
+        work.counts("others ", lambda m=mode: work.with_heads(work.heads(m, o.slots, o.tau, 0), True), [(text.format(R=o.budget), o.slots)])
     if "R" in o.sweep:
         for mode in ("spatio-temporal", "spatio"):
             asked = [(f"{mode}:R={R}", n) for R in o.budgets for n in capacities]
@@ -124,7 +131,7 @@ def run(work: Work) -> None:
         for tau in o.taus:
             work.counts(f"tau {tau:g} ", lambda t=tau: work.with_heads(work.heads("temporal", o.slots, t, 0)), [("temporal", o.slots)])
     for policy in FITTED:
-        for seed in seeds:
+        for seed in seeds[: o.fitted_seeds]:
             wanted = [(policy, n) for n in capacities]
             if any(f"seed {seed} {p} {n}" not in work.results for p, n in wanted):
                 work.counts(f"seed {seed} ", lambda: work.test, wanted, work.tables(policy, seed))
@@ -171,6 +178,7 @@ def report(work: Work) -> str:
         for mode, text in MODES.items():
             policy, label = text.format(R=o.budget), mode + (f", R = {o.budget}" if mode != "temporal" else "")
             entries += [(f"{label}, as the routers", rows_of(work, policy, n, "untrained "), None), (f"**{label}, trained**", rows_of(work, policy, n), PAPER.get(mode))]
+            entries += [(f"{label}, trained, but fed with the hidden states of other tokens", rows_of(work, policy, n, "others "), None)]
         entries += [(NAMES[p], rows_of(work, p, n), None) for p in PLAIN[4:]]
         cells = []
         for name, rows, paper in entries:
@@ -187,7 +195,7 @@ def sweeps(work: Work, capacities: list[int]) -> list[str]:
     o, lines = work.options, []
     for mode in ("spatio-temporal", "spatio"):
         cells = [[str(R), *(" / ".join(f"{x:.1f}" for x in figures(rows[0])) if (rows := rows_of(work, f"{mode}:R={R}", n, "seed 0 ")) else "" for n in capacities)] for R in o.budgets]
-        if any(any(c[1:]) for c in cells):
+        if sum(any(c[1:]) for c in cells) > 1:
             lines += ["", f"R of {mode}, heads of seed 0: hit % / adjusted % / MB per token", "", *markdown(["R", *(f"{n} slots" for n in capacities)], cells)]
     cells = [[str(b), *(" / ".join(f"{x:.1f}" for x in figures(rows[0])[::2]) if (rows := rows_of(work, "temporal", n, f"B {b} ")) else "" for n in capacities)] for b in capacities]
     if any(any(c[1:]) for c in cells):
@@ -219,8 +227,9 @@ def main() -> None:
     parser.add_argument("--capacities", default="10,20,32")
     parser.add_argument("--slots", type=int, default=20, help="B that heads are trained for")
     parser.add_argument("--budget", type=int, default=15, help="R")
-    parser.add_argument("--tau", type=float, default=0.01)
+    parser.add_argument("--tau", type=float, default=0.001)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--fitted-seeds", type=int, help="fewer of them for ProMoE and FineMoE, which take longest to replay")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--patience", type=int, default=2)
     parser.add_argument("--rate", type=float, default=1e-3)
@@ -228,7 +237,7 @@ def main() -> None:
     parser.add_argument("--holdout", type=float, default=0.1)
     parser.add_argument("--sweep", nargs="*", choices=("R", "B", "tau"), default=["R", "B", "tau"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 2, 4, 8, 15, 30])
-    parser.add_argument("--taus", nargs="+", type=float, default=[0.002, 0.005, 0.01, 0.02, 0.05])
+    parser.add_argument("--taus", nargs="+", type=float, default=[0.0003, 0.001, 0.003, 0.01, 0.03])
     parser.add_argument("--threads", type=int, help="of the simulator")
     parser.add_argument("--report", action="store_true", help="only print the tables of what is there")
     options = parser.parse_args()
