@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +105,24 @@ def micro_batches(batch: list[int], examples: list[Example], most: int) -> list[
     return parts
 
 
+@contextmanager
+def _silence():
+    """llama.cpp warns that a vocabulary without a model has no context length."""
+    import ctypes
+
+    from llama_cpp import _logger, llama_cpp as C
+
+    @C.llama_log_callback
+    def ignore(level, line, user_data):
+        pass
+
+    C.llama_log_set(ignore, ctypes.c_void_p(0))
+    try:
+        yield
+    finally:
+        C.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
+
+
 class Vocabulary:
     """Tokens and chat template of a GGUF. Raises ExamplesError where llama.cpp cannot read its vocabulary."""
 
@@ -111,10 +130,11 @@ class Vocabulary:
         import llama_cpp
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-        try:
-            self.model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
-        except ValueError as e:
-            raise ExamplesError(f"{path}: {e}") from None
+        with _silence():
+            try:
+                self.model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+            except ValueError as e:
+                raise ExamplesError(f"{path}: {e}") from None
         eos = self.model.token_eos()
         self.eos = [eos] if eos >= 0 else []
         template = self.model.metadata.get("tokenizer.chat_template")
