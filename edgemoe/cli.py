@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from edgemoe import __version__, heads_options, simulate_options, stage_options, train_options
+from edgemoe import __version__, heads_options, joint_options, simulate_options, stage_options, train_options
 from edgemoe.arguments import not_negative, positive, ram, size
 from edgemoe.errors import EdgemoeError
 
@@ -91,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     simulate_options.add_commands(commands)
     train_options.add_train_heads(commands)
     heads_options.add_heads_commands(commands)
+    joint_options.add_joint(commands)
     calibrated = command("calibrate", _calibrate, "find the cues that part this model's reasoning into stages", stage_options.CALIBRATE)
     stage_options.add_calibrate(calibrated)
     command("doctor", _doctor, "check this machine and its llama-cpp-python; each problem comes with its fix", "edgemoe doctor", path=False)

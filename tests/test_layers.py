@@ -17,16 +17,19 @@ PYTHON = [
     {"head_outputs", "engine_heads"},
     {"simulate", "policy_list", "ram_plan", "cue_sets", "calibrate", "stage_tracker"},
     {"simulate_report", "simulate_plots", "tune", "estimate", "train_heads"},
-    {"simulate_commands", "train_commands", "heads_commands"},
+    {"simulate_commands", "train_commands", "heads_commands", "joint_commands"},
     {"tune_commands"},
     {"plan", "engine"},
     {"session", "verify", "doctor", "record", "live"},
     {"chat"},
     {"trace_commands", "stage_commands"},
     {"simulate_options", "stage_options", "train_options", "heads_options"},
+    {"joint_options"},
     {"cli"},
 ]
-CONVERT = [{"errors"}, {"source"}, {"pieces", "arrays"}, {"layout"}, {"tasks"}, {"verify"}, {"writer", "sidecar"}, {"conversion"}, {"cli"}]
+JOINT = [{"options", "families", "examples", "losses"}, {"checkpoint", "tap"}, {"train", "back"}]  # edgemoe/joint: below joint_commands, which alone imports it
+WITHOUT_TORCH = {"options", "families", "examples", "checkpoint"}
+CONVERT = [{"errors"}, {"source"}, {"pieces", "arrays"}, {"layout", "replace"}, {"tasks"}, {"verify"}, {"writer", "sidecar"}, {"conversion"}, {"cli"}]
 KERNELS = ["kernels/" + name for name in ("kernels", "blocks", "activation", "x86_blocks", "kernel_table", "avx2_blocks", "avx2_tile", "avx2_kernels", "avx2", "avxvnni", "avx512_blocks", "avx512_tile", "avx512")]
 POLICIES = ["policies/" + name for name in ("parameters", "kinds", "use", "chosen_set", "placement", "stage", "foresight", "prediction", "similar", "policies")]
 TIER = ["residency", "policy", *POLICIES, "loader", "miss_choice", "tier", "simulation"]
@@ -65,6 +68,18 @@ def test_python_imports_point_downwards():
     check_order(ROOT / "edgemoe", PYTHON, ("edgemoe.",))
 
 
+def test_joint_is_an_island_of_its_own():
+    folder = ROOT / "edgemoe" / "joint"
+    check_order(folder, JOINT, ("edgemoe.joint.",))
+    below = set().union(*PYTHON[: next(i for i, names in enumerate(PYTHON) if "joint_commands" in names)])
+    for path in folder.glob("*.py"):
+        ours = {m.removeprefix("edgemoe.").split(".")[0] for m in imports(path) if m.startswith("edgemoe.")}
+        assert ours <= below | {"joint", "convert", "__version__"}, path.name
+        assert path.stem not in WITHOUT_TORCH or not imports(path) & {"torch", "transformers", "safetensors"}, f"{path.name} does without PyTorch"
+    users = {p.stem for p in (ROOT / "edgemoe").glob("*.py") if any(m.startswith("edgemoe.joint") and not m.startswith("edgemoe.joint_") for m in imports(p))}
+    assert users == {"joint_commands"}
+
+
 def test_convert_imports_point_downwards_and_stay_inside():
     check_order(ROOT / "convert", CONVERT, (".",))
     for path in (ROOT / "convert").glob("*.py"):
@@ -72,7 +87,7 @@ def test_convert_imports_point_downwards_and_stay_inside():
 
 
 def test_only_convert_writes_gguf():
-    for path in (ROOT / "edgemoe").glob("*.py"):
+    for path in (ROOT / "edgemoe").rglob("*.py"):
         assert "GGUFWriter" not in path.read_text(), path.name
 
 
