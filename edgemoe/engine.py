@@ -257,7 +257,7 @@ class _Experts:
         return [self._read(self._lib.edgemoe_model_get_access_counts, "edgemoe_access_counts", tier, phase, i) for i in range(len(self.source.layers))]
 
     def uses(self, tier: int, index: int) -> np.ndarray:
-        """int64 [n_expert]: decoded tokens that used each."""
+        """int64 [n_expert]: tokens that used each; those of prompts too, where the policy hears them."""
         found = np.zeros(self.source.layers[index].n_expert, np.uint64)
         self._lib.edgemoe_model_get_uses(self.handle, tier, index, self._ffi.from_buffer("uint64_t[]", found))
         return found.astype(np.int64)

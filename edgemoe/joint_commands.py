@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
+from edgemoe import resumable
 from edgemoe.joint.options import JointError, JointOptions
 from edgemoe.simulate_report import aligned
 
@@ -43,7 +43,7 @@ def train_joint(options) -> int:
     chosen = JointOptions(**{name: getattr(options, name) for name in FROM_COMMAND})
     chosen.check()
     out = Path(options.out)
-    state = _state_beside(out, options)
+    state = resumable.state_beside(out, "pt", options.resume, *([Path(options.heads)] if options.heads else []))
     import torch
 
     from edgemoe.joint import back
@@ -62,26 +62,12 @@ def train_joint(options) -> int:
             bar.set_postfix_str(f"language {step.lm:.4f}, heads {step.heads:.4f}", refresh=False)
             bar.update(step.done - bar.n)
 
-        try:
+        with resumable.saying_where(state):
             train(joint, examples, state, options.resume, show)
-        except KeyboardInterrupt:
-            print(f"stopped: {state} has the state, the same command with --resume goes on", file=sys.stderr)
-            raise
     said = _said(joint, examples, options)
     found = back.write_model(joint, options.gguf, out, options.heads, said, options.type)
     print(json.dumps({**found, **said, "history": joint.history}) if options.json else _text(joint, found, said))
     return 0
-
-
-def _state_beside(out: Path, options) -> Path:
-    """Before an hour's work: can be written to, and holds no state that would be lost. Raises JointError."""
-    for path in (out, Path(options.heads) if options.heads else out):
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise JointError(f"{path}: {'is a folder' if path.is_dir() else f'no folder {path.parent} that can be written to'}")
-    state = out.with_name(f"{out.name}.state.pt")
-    if state.exists() and not options.resume:
-        raise JointError(f"{state}: is the state of a training that was interrupted: --resume goes on with it; remove it to begin anew")
-    return state
 
 
 def _said(joint, examples, options) -> dict:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from edgemoe import heads as heads_file
+from edgemoe import heads as heads_file, resumable
 from edgemoe.package import Source
 from edgemoe.routers import native_routers
 from edgemoe.simulate_report import aligned
@@ -32,14 +32,12 @@ def train_heads_(options) -> int:
                 raise TrainingError(f"{trace.where}: was recorded from another model: found fingerprint {trace.meta['fingerprint'][:8] or 'none'}, wanted {mark[:8] or 'one'} of {options.model}")
         routers = native_routers(source)
     out = Path(options.out) if options.out else heads_file.default_path(mark)
-    state = _state_beside(out, options)
+    if not options.out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    state = resumable.state_beside(out, "npz", options.resume)
     chosen = _options(options, traces[0])
-    with _bar(chosen.epochs * traces[0].n_layers, traces[0].n_layers) as show:
-        try:
-            found = train(traces, routers, chosen, state, options.resume, show, SAVE_EVERY)
-        except KeyboardInterrupt:
-            print(f"stopped: {state} has the state, the same command with --resume goes on", file=sys.stderr)
-            raise
+    with _bar(chosen.epochs * traces[0].n_layers, traces[0].n_layers) as show, resumable.saying_where(state):
+        found = train(traces, routers, chosen, state, options.resume, show, SAVE_EVERY)
     heads_file.save(out, found, options.type)
     said = {name: value for name, value in found.training.items() if name != "sequences"}
     print(json.dumps({"heads": str(out), "bytes": os.path.getsize(out), "mode": found.mode, "slots": found.slots, "tau": found.tau, **said}) if options.json else _text(found, out))
@@ -49,18 +47,6 @@ def train_heads_(options) -> int:
 def _options(options, trace: Trace) -> Options:
     slots = options.slots or min(trace.n_used * 5 // 2, trace.n_expert - 1)
     return Options(options.mode, slots, options.tau, options.epochs, options.rate, options.batch, options.seed, options.holdout, options.patience)
-
-
-def _state_beside(out: Path, options) -> Path:
-    """Before an hour's work: can be written to, and holds no state that would be lost. Raises TrainingError."""
-    if not options.out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK):
-        raise TrainingError(f"{out}: {'is a folder' if out.is_dir() else f'no folder {out.parent} that can be written to'}")
-    state = out.with_name(f"{out.name}.state.npz")
-    if state.exists() and not options.resume:
-        raise TrainingError(f"{state}: is the state of a training that was interrupted: --resume goes on with it; remove it to begin anew")
-    return state
 
 
 @contextmanager

@@ -324,8 +324,22 @@ def roofline(row: dict, disk: float, in_place: float) -> dict:
     return {"disk_rate": disk, "by_disk": by_disk, "by_cores": in_place, "reached": median(row["speeds"]) / min(by_disk or in_place, in_place)}
 
 
-def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+def add_run_options(parser: argparse.ArgumentParser, n_prompt: int, n_tokens: int) -> None:
+    """What is decoded, and how often."""
     from edgemoe import arguments as types, machine
+
+    parser.add_argument("--text", type=Path, default=ROOT / "models" / "README.md", help="prompt and continuation (default %(default)s)")
+    parser.add_argument("--random-tokens", action="store_true", help="seeded random tokens instead of a text")
+    parser.add_argument("--n-prompt", type=types.positive, default=n_prompt, help="default %(default)s")
+    parser.add_argument("--tokens", type=types.positive, default=n_tokens, help="decoded tokens (default %(default)s)")
+    parser.add_argument("--most-seconds", type=float, default=60, help="of decoding (default %(default)s)")
+    parser.add_argument("--rounds", type=types.positive, default=1, help="default %(default)s")
+    parser.add_argument("--threads", type=types.positive, default=machine.default_threads(), help="default %(default)s")
+    parser.add_argument("--n-ctx", type=types.positive, default=1024, help="default %(default)s")
+
+
+def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
+    from edgemoe import arguments as types
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a GGUF")
@@ -335,14 +349,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policies", default="lru", help="of edgemoe's pool, one or more (default %(default)s)")
     parser.add_argument("--exact", action="store_true", help="edgemoe with llama.cpp's kernels")
     parser.add_argument("--only", choices=("plain", "edgemoe"), help="one side alone: no ratios")
-    parser.add_argument("--text", type=Path, default=ROOT / "models" / "README.md", help="prompt and continuation (default %(default)s)")
-    parser.add_argument("--random-tokens", action="store_true", help="seeded random tokens instead of a text")
-    parser.add_argument("--n-prompt", type=types.positive, default=128, help="default %(default)s")
-    parser.add_argument("--tokens", type=types.positive, default=200, help="decoded tokens (default %(default)s)")
-    parser.add_argument("--most-seconds", type=float, default=60, help="of decoding (default %(default)s)")
-    parser.add_argument("--rounds", type=types.positive, default=1, help="default %(default)s")
-    parser.add_argument("--threads", type=types.positive, default=machine.default_threads(), help="default %(default)s")
-    parser.add_argument("--n-ctx", type=types.positive, default=1024, help="default %(default)s")
+    add_run_options(parser, n_prompt=128, n_tokens=200)
     parser.add_argument("--read-ahead", type=types.positive, metavar="KB", help="of the model's disk while this runs (as root): Linux has 128, and llama.cpp's faults read that much and more")
     parser.add_argument("--neighbour", metavar="LIMIT", help="also measure how another process fares beside a model under this limit")
     parser.add_argument("--json", type=Path, help="write everything to this file, after every limit")

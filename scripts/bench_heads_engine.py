@@ -76,8 +76,6 @@ def table(rows: list[dict]) -> str:
 
 
 def options_of() -> argparse.Namespace:
-    from edgemoe import arguments as types, machine
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a GGUF or a package")
     which = parser.add_mutually_exclusive_group(required=True)
@@ -88,14 +86,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--policies", default="temporal spatio-temporal:R=2 spatio-temporal:R=15", help="beside LRU, separated by spaces (default %(default)s)")
     parser.add_argument("--read-ahead", choices=("off", "on", "auto"), default="off", help="default %(default)s")
     parser.add_argument("--exact", action="store_true", help="with llama.cpp's kernels")
-    parser.add_argument("--text", type=Path, default=bench.ROOT / "models" / "README.md", help="prompt and continuation (default %(default)s)")
-    parser.add_argument("--random-tokens", action="store_true", help="seeded random tokens instead of a text")
-    parser.add_argument("--n-prompt", type=types.positive, default=64, help="default %(default)s")
-    parser.add_argument("--tokens", type=types.positive, default=100, help="decoded tokens (default %(default)s)")
-    parser.add_argument("--most-seconds", type=float, default=60, help="of decoding (default %(default)s)")
-    parser.add_argument("--rounds", type=types.positive, default=1, help="default %(default)s")
-    parser.add_argument("--threads", type=types.positive, default=machine.default_threads(), help="default %(default)s")
-    parser.add_argument("--n-ctx", type=types.positive, default=1024, help="default %(default)s")
+    bench.add_run_options(parser, n_prompt=64, n_tokens=100)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file")
     return parser.parse_args()
 

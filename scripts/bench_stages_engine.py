@@ -25,6 +25,7 @@ import time
 from contextlib import closing, nullcontext
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from llama_cpp import _internals
@@ -145,55 +146,59 @@ def main() -> int:
         for n in o.batch:
             groups = [test[i : i + n] for i in range(0, max(n, o.chains_alone if n == 1 else n), n)]
             reference = measure(o, folder, groups, None, None, None)
+            oracle = folder / f"oracle.{n}"
+            measure(o, folder, groups, pool_of(o, o.capacity[-1]), {"ram_policy" if o.tier == "ram" else "policy": "lru", "stages": "thinking"}, oracle, writes=True)
             for capacity in o.capacity:
-                sections.append(section(o, folder, n, groups, capacity, reference))
+                sections.append(section(o, folder, n, groups, capacity, reference, oracle))
                 if o.json:
                     o.json.write_text(json.dumps(sections))
                 print(table(sections[-1], o), flush=True)
     return int(any(r["rms"] > (0 if r["exact"] else o.bound) for s in sections for r in s["rows"]))
 
 
-def section(o, folder: Path, n: int, groups: list, capacity: str, reference: dict) -> dict:
-    slots = slots_of(o, capacity)
+def section(o, folder: Path, n: int, groups: list, capacity: str, reference: dict, oracle: Path) -> dict:
+    pool = pool_of(o, capacity)
     variants = {k: v for k, v in (IN_RAM if o.tier == "ram" else ON_DEVICE).items() if not o.only or k in o.only}
-    oracle = folder / f"oracle.{n}"
-    measure(o, folder, groups, slots, {"ram_policy" if o.tier == "ram" else "policy": "lru", "stages": "thinking"}, oracle, writes=True)
     first = next(iter(variants))
     runs: dict[str, list] = {name: [] for name in [*variants, first + AGAIN]}
     for _ in range(o.rounds):
         for name in runs:
-            runs[name].append(measure(o, folder, groups, slots, variants[name.removesuffix(AGAIN)], oracle))
+            runs[name].append(measure(o, folder, groups, pool, variants[name.removesuffix(AGAIN)], oracle))
             print(f"batch {n}, {capacity}, {name}: {speed(runs[name][-1], n):.2f} tok/s", file=sys.stderr, flush=True)
     base = [(speed(a, n) + speed(b, n)) / 2 for a, b in zip(runs[first], runs[first + AGAIN])]
     rows = [row(name, runs[name], n, base, reference, variants[name.removesuffix(AGAIN)]) for name in runs]
     n_stages = next(([n for g in r[0]["groups"] for n in g["n_stages"]] for name, r in runs.items() if name.startswith("stage")), [])
-    return {"batch": n, "capacity": capacity, "slots": slots, "rows": rows, "n_chains": sum(map(len, groups)), "n_stages": n_stages}
+    return {"batch": n, "capacity": capacity, "slots": pool.slots, "rows": rows, "n_chains": sum(map(len, groups)), "n_stages": n_stages}
 
 
-def slots_of(o, capacity: str) -> int:
+class Pool(NamedTuple):
+    slots: int  # per layer
+    n_bytes: int  # of all of them
+
+
+def pool_of(o, capacity: str) -> Pool:
     import edgemoe
 
     with edgemoe.Source(o.model) as source:
         n_expert = max(layer.n_expert for layer in source.layers)
         slots = max(1, round(n_expert * float(capacity[:-1]) / 100)) if capacity.endswith("%") else int(capacity)
-        o.pool_bytes = slots * sum(layer.bytes_per_expert + 4096 for layer in source.layers)
-    return slots
+        return Pool(slots, slots * sum(layer.bytes_per_expert + 4096 for layer in source.layers))
 
 
-def measure(o, folder: Path, groups: list, slots: int | None, options: dict | None, oracle: Path | None, writes: bool = False) -> dict:
-    """One process, in a group with the limit when experts are in RAM. slots None: llama.cpp."""
+def measure(o, folder: Path, groups: list, pool: Pool | None, options: dict | None, oracle: Path | None, writes: bool = False) -> dict:
+    """One process, in a group with the limit when experts are in RAM. pool None: llama.cpp."""
     import memory_group as memory
 
     limit = None
-    if slots is not None:
+    if pool is not None:
         options = json.loads(json.dumps(options).replace("{fit}", str(o.fit)))
         if o.tier == "ram":
-            options["ram"] = o.pool_bytes
-            limit = o.pool_bytes + o.beside
+            options["ram"] = pool.n_bytes
+            limit = pool.n_bytes + o.beside
         else:
-            options |= {"slots": slots, "device": o.tier, "n_gpu_layers": o.gpu_layers}
+            options |= {"slots": pool.slots, "device": o.tier, "n_gpu_layers": o.gpu_layers}
     spec = {
-        "path": str(o.model if slots is not None else o.gguf), "groups": groups, "options": options, "oracle": str(oracle), "n_ctx": 64 + sum(len(c["prompt"]) + len(c["tokens"]) for c in groups[0]),
+        "path": str(o.model if pool is not None else o.gguf), "groups": groups, "options": options, "oracle": str(oracle), "n_ctx": 64 + sum(len(c["prompt"]) + len(c["tokens"]) for c in groups[0]),
         "threads": o.threads, "write_oracle": str(oracle) if writes else None,
     }  # fmt: skip
     (folder / "spec.json").write_text(json.dumps(spec))

@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
-from test_ram_cache import least_ram
+from test_ram_cache import PROMPT, least_ram, logits, open_model
 from tiny_models import FAMILIES
 
 import edgemoe as em
@@ -18,7 +18,7 @@ from edgemoe.policies import PolicyError
 from edgemoe.replay import DECODE, FIELDS, Replay, rows_of
 
 POLICIES = ["temporal", "spatio-temporal", "spatio-temporal:R=3", "spatio"]
-PROMPT, N_DECODED, N_SLOTS, N_STAGING = list(range(3, 43)), 14, 6, 2
+N_DECODED, N_SLOTS, N_STAGING = 14, 6, 2
 
 
 def random_heads(path, mode="spatio-temporal", seed=0, biases=True):
@@ -52,18 +52,6 @@ def heads_of(tmp_path):
 def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path / "config"
-
-
-def open_model(path, **options):
-    return em.Llama(str(path), **({"n_ctx": 256, "n_threads": 2, "verbose": False, "logits_all": True} | options))
-
-
-def logits(llm):
-    llm.reset()
-    llm.eval(PROMPT)
-    for token in range(50, 50 + N_DECODED):
-        llm.eval([token])
-    return llm.scores[: llm.n_tokens].copy()
 
 
 # --- what the library makes of heads

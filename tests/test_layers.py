@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 PYTHON = [
     {"errors", "machine"},
-    {"_native", "npz", "arguments", "stage", "routing_shift", "coverage"},
+    {"_native", "npz", "arguments", "stage", "routing_shift", "coverage", "resumable"},
     {"trace", "package", "devices", "tokenizer", "probe", "policies", "tiers"},
     {"cache_plan", "disk_probe", "trace_import", "replay", "lossy", "recommendation", "fit", "annotate"},
     {"heads", "routers"},

@@ -256,7 +256,8 @@ uint64_t               edgemoe_model_get_ram_cost(const edgemoe_model * model, u
 int                    edgemoe_model_get_access_counts(const edgemoe_model * model, int tier, int phase, uint32_t layer, struct edgemoe_access_counts * counts);
 // Fills `experts` (room for as many as the layer has) with those that are in their slots and returns how many; -1.
 int                    edgemoe_model_get_residents(const edgemoe_model * model, int tier, uint32_t layer, int32_t * experts);
-// Fills `uses` (room likewise) with how many decoded tokens have used each expert; -1. The tier's policy counts them: clearing the cache begins anew.
+// Fills `uses` (room likewise) with how many tokens have used each expert; -1. The tier's policy counts them: clearing the cache begins anew, and prompts count where the
+// policy hears them.
 int                    edgemoe_model_get_uses(const edgemoe_model * model, int tier, uint32_t layer, uint64_t * uses);
 // All tiers there are.
 void                   edgemoe_model_wait_cache(edgemoe_model * model);    // until nothing is on its way

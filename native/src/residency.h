@@ -21,6 +21,17 @@ struct expert_space {
     int32_t n_expert(size_t layer) const { return first[layer + 1] - first[layer]; }
     size_t  pool_of(size_t layer) const { return shared ? 0 : layer; }
     size_t  layer_of(int32_t expert) const;
+
+    // For each pool of slots one of its layers, and the keys [first, end) that share it.
+    template <typename F> void for_each_pool(F && f) const {
+        if (shared) {
+            f((size_t) 0, (int32_t) 0, n_all());
+            return;
+        }
+        for (size_t layer = 0; layer < n_layers(); layer++) {
+            f(layer, first[layer], first[layer + 1]);
+        }
+    }
 };
 
 // One layer in one step: the distinct experts that its tokens need, ascending, and how many tokens need each. Experts are keys.

@@ -142,7 +142,7 @@ struct tier {
     bool          needs_tokens() const { return by->needs_tokens(); }
     bool          needs_future() const { return by->needs_future(); }
     std::vector<int32_t> residents(size_t layer) const;
-    // Per expert of a layer, the decoded tokens that used it since the start or the last clear().
+    // Per expert of a layer, the tokens that used it since the start or the last clear(); those of prompts where the policy hears them.
     std::vector<uint64_t> uses(size_t layer) const;
     // An expert that is in its slot stays there until it is let go; false when it is not.
     bool          hold(size_t layer, int32_t expert);

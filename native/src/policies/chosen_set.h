@@ -45,18 +45,7 @@ struct chosen_set : policy {
     }
 
     void choose_all(std::vector<wish> & wishes) {
-        for_each_pool([&](size_t layer, int32_t first, int32_t end) { choose(layer, first, end, wishes); });
-    }
-
-    // A layer of each pool of slots, and the keys that share it.
-    template <typename F> void for_each_pool(F && f) {
-        if (space.shared) {
-            f((size_t) 0, 0, space.n_all());
-            return;
-        }
-        for (size_t layer = 0; layer < space.n_layers(); layer++) {
-            f(layer, space.first[layer], space.first[layer + 1]);
-        }
+        space.for_each_pool([&](size_t layer, int32_t first, int32_t end) { choose(layer, first, end, wishes); });
     }
 
     double decay, bonus;

@@ -80,9 +80,7 @@ struct static_set : policy {
         }
         begun = true;
         std::copy(usage.begin(), usage.end(), by.score.begin());
-        for (size_t layer = 0; layer < (space.shared ? 1 : space.n_layers()); layer++) {
-            wishes.push_back({ wish::how::refine, layer, {}, &by, space.first[layer], space.shared ? space.n_all() : space.first[layer + 1], in.n_slots(layer) });
-        }
+        space.for_each_pool([&](size_t layer, int32_t first, int32_t end) { wishes.push_back({ wish::how::refine, layer, {}, &by, first, end, in.n_slots(layer) }); });
     }
 
     bool admits_misses() const override { return false; }

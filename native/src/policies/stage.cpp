@@ -42,7 +42,7 @@ struct stage : chosen_set {
         struct move { double gain; int32_t expert; };
         std::vector<move> moves;
         std::vector<int32_t> best, residents;
-        for_each_pool([&](size_t layer, int32_t first, int32_t end) {
+        space.for_each_pool([&](size_t layer, int32_t first, int32_t end) {
             rank(first, end);
             best.clear();
             residents.clear();
